@@ -1,0 +1,57 @@
+"""What goes into an engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from brainpatch.runtime.config import GenerationConfig
+from brainpatch.runtime.meaning import ResolvedSet
+
+Prompt: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int]"
+"""A string, chat messages with `role` and `content`, or token ids."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to be generated: `prompt_ids` are the model's token ids, special tokens included."""
+
+    prompt_ids: tuple[int, ...]
+    config: GenerationConfig
+    patches: ResolvedSet
+
+
+@dataclass
+class Generation:
+    """One answer.
+
+    `token_ids` are the generated ones, a final end-of-sequence token included. `logprobs` has one
+    mapping (token id -> natural log-probability) for each of them, or is None when not asked for.
+    `finish_reason` is "stop" or "length". `patches` is the mapping that was applied, strengths
+    clamped, and `digest` identifies its meaning. `cached_tokens` counts prompt tokens whose keys and
+    values came from a cache.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str
+    prompt_tokens: int
+    patches: dict[str, Any] = field(default_factory=dict)
+    cached_tokens: int = 0
+    digest: str = ""
+
+
+class TraceRow(NamedTuple):
+    """What was added at one block's output and one position of one request.
+
+    `norm` is the L2 norm of the difference that was measured on the residual stream in the model's
+    dtype; `expected` that of the summed edits in float64; `applied_dtype` is the stream's dtype.
+    """
+
+    layer: int
+    position: int
+    norm: float
+    expected: float
+    applied_dtype: str = "float32"

@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The real SmolLM2-135M-Instruct in float32. Missing is a failure: a law that was skipped is not kept."""
+    folder = Path(os.environ.get("BRAINPATCH_TEST_MODEL", ".cache/smollm2-135m-instruct"))
+    if not (folder / "config.json").exists():
+        pytest.fail(f"no model at {folder}: run `make model`, or set BRAINPATCH_TEST_MODEL")
+    return folder.absolute()
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees or changes the registry of the person who runs it."""
+    monkeypatch.setenv("BRAINPATCH_HOME", str(tmp_path_factory.mktemp("registry")))

@@ -1,0 +1,258 @@
+"""The contract of engines: installed patches, requests, and what is refused before an engine sees it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from brainpatch.errors import (
+    CapabilityError,
+    PatchCompatibilityError,
+    RequestError,
+    UnknownPatchError,
+)
+from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.runtime.backend import BrainPatchBackend
+from brainpatch.runtime.config import GenerationConfig
+from tests.factories import make_patch
+from tests.runtime.engine import RecordingBackend
+
+
+@pytest.fixture
+def backend():
+    return RecordingBackend()
+
+
+def patch(name="formal", **fields):
+    return make_patch([{"layer": 1, "coefficient": 2.0}], name=name, **fields)
+
+
+def test_install_takes_the_default_strength(backend):
+    active = backend.install_patch(patch(default_strength=0.5))
+    assert (active.strength, active.enabled) == (0.5, True)
+    assert backend.list_patches() == ["formal"]
+    assert backend.changes == 1
+
+
+def test_install_refuses_before_anything_changes(backend):
+    with pytest.raises(PatchCompatibilityError, match="hidden"):
+        backend.install_patch(patch(hidden=8))
+    with pytest.raises(RequestError):
+        backend.install_patch(patch(), strength=float("nan"))
+    assert backend.patches == {}
+    assert backend.changes == 0
+
+
+def test_a_reinstalled_patch_keeps_its_place(backend):
+    for name in ("a", "b", "a"):
+        backend.install_patch(patch(name, seed=len(name)))
+    assert backend.list_patches() == ["a", "b"]
+
+
+def test_an_explicit_strength_is_stored_as_given_and_clamped_in_use(backend):
+    with pytest.warns(UserWarning, match=r"\[brainpatch:recording\] formal: strength 20"):
+        active = backend.install_patch(patch(), strength=20)
+    assert active.strength == 20
+    assert active.multiplier_at(0) == 8.0
+    assert backend.resolve_edits()[0].coefficient == 16.0
+
+
+def test_set_strength_clamps_warns_and_returns(backend):
+    backend.install_patch(patch())
+    with pytest.warns(UserWarning, match="beyond"):
+        assert backend.set_strength("formal", -9) == -8.0
+    assert backend.patches["formal"].strength == -8.0
+    assert backend.set_strength("formal", 3) == 3.0
+
+
+def test_unknown_names_are_key_errors(backend):
+    for call in (
+        lambda: backend.remove_patch("x"),
+        lambda: backend.set_enabled("x", True),
+        lambda: backend.set_strength("x", 1),
+        lambda: backend.set_schedule("x", None),
+        lambda: backend.vector_values("x", "v"),
+        lambda: backend.generate("hi", patches={"x": 1}),
+    ):
+        with pytest.raises(KeyError):
+            call()
+        with pytest.raises(UnknownPatchError, match="installed: none"):
+            call()
+
+
+def test_resolve_edits_filters_layers_and_sites(backend):
+    backend.install_patch(make_patch([{"layer": 1, "site": "prompt"}, {"layer": 2, "site": "continuation"}]))
+    assert [e.layer for e in backend.resolve_edits()] == [1, 2]
+    assert [e.layer for e in backend.resolve_edits(is_prompt_pass=True)] == [1]
+    assert [e.layer for e in backend.resolve_edits(is_prompt_pass=False)] == [2]
+    assert [e.layer for e in backend.resolve_edits(layer=2)] == [2]
+    assert backend.active_layers() == [1, 2]
+
+
+def test_a_disabled_patch_has_no_edits(backend):
+    backend.install_patch(patch(), enabled=False)
+    assert backend.resolve_edits() == []
+    backend.set_enabled("formal", True)
+    assert len(backend.resolve_edits()) == 1
+    backend.remove_patch("formal")
+    assert backend.resolve_edits() == []
+
+
+def test_schedules_can_be_set_and_cleared(backend):
+    backend.install_patch(patch(schedule=StrengthSchedule({0: 1.0, 4: 0.0})))
+    assert [len(backend.resolve_edits(n)) for n in (3, 4)] == [1, 0]
+    backend.set_schedule("formal", {"0": 0, "4": 1})
+    assert [len(backend.resolve_edits(n)) for n in (3, 4)] == [0, 1]
+    backend.set_schedule("formal", None)
+    assert [len(backend.resolve_edits(n)) for n in (3, 4)] == [1, 1]
+    with pytest.raises(RequestError):
+        backend.set_schedule("formal", {"x": 1})
+
+
+def test_a_refused_change_changes_nothing(backend):
+    backend.install_patch(patch(), strength=1)
+    backend.frozen = True
+    for call in (
+        lambda: backend.install_patch(patch("other")),
+        lambda: backend.remove_patch("formal"),
+        lambda: backend.set_enabled("formal", False),
+        lambda: backend.set_strength("formal", 2),
+        lambda: backend.set_schedule("formal", {"0": 2}),
+    ):
+        with pytest.raises(RuntimeError, match="frozen"):
+            call()
+    active = backend.patches["formal"]
+    assert backend.list_patches() == ["formal"]
+    assert (active.strength, active.enabled, active.schedule) == (1, True, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_author_says_of_the_engine_is_only_a_warning(backend):
+    with pytest.warns(UserWarning, match="unsupported"):
+        backend.install_patch(patch(compatibility={"vllm": {"status": "verified"}}))
+
+
+def test_vector_values_are_floats(backend):
+    backend.install_patch(patch(vectors={"v": [1.0, 2.0, 3.0, 4.0]}))
+    assert backend.vector_values("formal", "v") == [1.0, 2.0, 3.0, 4.0]
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def test_a_request_is_the_snapshot_of_its_moment(backend):
+    backend.install_patch(patch(), strength=1)
+    backend.generate("hello")
+    backend.set_strength("formal", 2)
+    backend.generate("hello")
+    first, second = (request.patches for request in backend.seen)
+    assert (first.to_mapping(), second.to_mapping()) == ({"formal": 1.0}, {"formal": 2.0})
+    assert first.digest != second.digest
+
+
+def test_a_batch_takes_one_mapping_or_one_for_each(backend):
+    backend.install_patch(patch(), strength=1)
+    backend.generate_batch(["a", "b"], patches={"formal": 3})
+    backend.generate_batch(["a", "b", "c"], patches=[None, {}, {"formal": -1}])
+    assert [r.patches.to_mapping() for r in backend.seen] == [
+        {"formal": 3.0},
+        {"formal": 3.0},
+        {"formal": 1.0},
+        {},
+        {"formal": -1.0},
+    ]
+    with pytest.raises(RequestError, match="2 entries for 1 prompts") as caught:
+        backend.generate_batch(["a"], patches=[{}, {}])
+    assert caught.value.code == "BP403"
+
+
+def test_a_batch_takes_one_config_or_one_for_each(backend):
+    configs = [GenerationConfig(max_new_tokens=1), GenerationConfig(max_new_tokens=2)]
+    backend.generate_batch(["a", "b"], configs)
+    assert [r.config.max_new_tokens for r in backend.seen] == [1, 2]
+    with pytest.raises(RequestError, match="config has 2 entries") as caught:
+        backend.generate_batch(["a"], configs)
+    assert caught.value.code == "BP404"
+
+
+def test_n_answers_are_n_requests_with_their_own_seeds(backend):
+    answers = backend.generate_detailed(["a", "b"], GenerationConfig(n=3, seed=5))
+    assert len(answers) == 6
+    assert [r.config.seed for r in backend.seen] == [5, 6, 7, 5, 6, 7]
+    assert {r.config.n for r in backend.seen} == {1}
+    backend.seen.clear()
+    backend.generate_detailed(["a"], GenerationConfig(n=2, seed=None))
+    assert [r.config.seed for r in backend.seen] == [None, None]
+
+
+def test_calls_that_return_one_text_refuse_more(backend):
+    for call in (backend.generate, backend.stream):
+        with pytest.raises(RequestError) as caught:
+            call("a", GenerationConfig(n=2))
+        assert caught.value.code == "BP404"
+
+
+def test_one_bad_request_is_refused_before_the_engine_works(backend):
+    backend.install_patch(patch())
+    with pytest.raises(UnknownPatchError):
+        backend.generate_batch(["a", "b"], patches=[{"formal": 1}, {"nobody": 1}])
+    with pytest.raises(RequestError):
+        backend.generate_batch(["a", "b"], [GenerationConfig(), GenerationConfig(temperature=-1)])
+    with pytest.raises(RequestError, match="not a list"):
+        backend.generate_detailed("a")
+    assert backend.seen == []
+
+
+def test_an_empty_batch_is_an_empty_list(backend):
+    assert backend.generate_batch([]) == []
+    assert backend.seen == []
+
+
+def test_a_stream_is_checked_at_once_and_yields(backend):
+    with pytest.raises(UnknownPatchError):
+        backend.stream("a", patches={"nobody": 1})
+    assert list(backend.stream("a", patches={})) == ["{}"]
+
+
+def test_trace_needs_the_capability(backend):
+    with pytest.raises(CapabilityError, match="trace") as caught:
+        backend.trace("a")
+    assert caught.value.code == "BP502"
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_an_engine_without_text_says_so(backend):
+    for call in (
+        lambda: BrainPatchBackend._run(backend, []),
+        lambda: BrainPatchBackend._run_trace(backend, None),
+        lambda: BrainPatchBackend._encode(backend, "a", use_chat_template=True, system=None),
+    ):
+        with pytest.raises(CapabilityError):
+            call()
+
+
+def test_the_lock_is_not_held_over_generation(backend):
+    backend.install_patch(patch())
+    entered, leave = threading.Event(), threading.Event()
+    run = backend._run
+
+    def slow(requests):
+        entered.set()
+        assert leave.wait(10)
+        return run(requests)
+
+    backend._run = slow
+    thread = threading.Thread(target=backend.generate, args=("a",))
+    thread.start()
+    assert entered.wait(10)
+    backend.set_strength("formal", 4)  # would hang if the lock were held
+    leave.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert backend.seen[0].patches.to_mapping() == {"formal": 1.0}
+
+
+def test_a_backend_is_a_context_manager(backend):
+    with backend as same:
+        assert same is backend
