@@ -111,6 +111,6 @@ def test_public_names_have_one_home():
 
     for name in brainpatch.__all__:
         assert getattr(brainpatch, name) is not None
-    assert dir(brainpatch) == brainpatch.__all__
+    assert dir(brainpatch) == sorted(brainpatch.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         brainpatch.nothing  # noqa: B018

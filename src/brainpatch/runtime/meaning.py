@@ -16,7 +16,7 @@ import math
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -236,6 +236,10 @@ class ResolvedSet:
         """The edited stretches among positions start..start+count-1, ascending."""
         import numpy as np
 
+        if not self.depends_on_position:
+            constant = self._constants[layer]
+            first = max(0, start)
+            return [Segment(first, start + count, constant)] if any(constant) and first < start + count else []
         table = self.coefficients(layer, np.arange(start, start + count), prompt_length)
         cuts = (np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()
         return [
@@ -243,6 +247,14 @@ class ResolvedSet:
             for first, last in zip([0, *cuts], [*cuts, count], strict=True)
             if table[first].any()
         ]
+
+    @cached_property
+    def _constants(self) -> dict[int, tuple[float, ...]]:
+        """Each layer's coefficients, for a set in which they are the same at every position."""
+        import numpy as np
+
+        start = np.zeros(1, dtype=np.int64)
+        return {layer: tuple(self.coefficients(layer, start, 1)[0].tolist()) for layer in self._terms}
 
     def sum(self, layer: int, coefficients: tuple[float, ...]) -> NDArray[np.float32]:
         """What is added at the layer for these coefficients: float32 [hidden_size].
@@ -282,6 +294,18 @@ class ResolvedSet:
                 for at, value in steps.items():
                     seal.update(struct.pack("<qd", at, value))
         return seal.hexdigest()
+
+    def continuation_only(self) -> ResolvedSet:
+        """The same set without any edit at prompt positions."""
+        return ResolvedSet(
+            replace(
+                patch,
+                interventions=tuple(
+                    item._replace(site="continuation") for item in patch.interventions if item.site != "prompt"
+                ),
+            )
+            for patch in self.patches
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """The set in the shape of a request's `patches`, so that it can be asked for again."""
