@@ -1,0 +1,347 @@
+"""Patches on a Transformers model: real batches in which each row has its own patches.
+
+State and who owns it: a loaded model is shared and never changed; what a call needs (edits, sampling state)
+belongs to that call and its thread. So calls from several threads may run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar
+
+from brainpatch.backends.prompts import prompt_ids
+from brainpatch.backends.transformers_edits import Edits, Row
+from brainpatch.backends.transformers_loading import Loaded, load, refuse_compiled
+from brainpatch.backends.transformers_sampling import Answer, Sampler
+from brainpatch.errors import EngineError, RequestError
+from brainpatch.patch.compatibility import ModelDescriptor
+from brainpatch.runtime.backend import BrainPatchBackend, Patches
+from brainpatch.runtime.capabilities import Capabilities
+from brainpatch.runtime.config import GenerationConfig
+from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
+
+_EXTRA = {"use_cache": (True, False), "cache_implementation": ("dynamic", "static")}
+"""What `GenerationConfig.extra` may say here, and with which values."""
+
+
+@dataclass
+class _Failure:
+    """What went wrong in a streaming thread, on its way to the consumer."""
+
+    error: BaseException
+
+
+class TransformersBackend(BrainPatchBackend):
+    """Transformers. `max_batch_size` bounds how many rows one forward pass has.
+
+    `last_trace` lists (generated-token index, norm of the edit) for each forward pass of the last call's
+    first row, at its lowest edited block; a prompt's pass has index 0.
+    """
+
+    name: ClassVar[str] = "transformers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_batch_size = 16
+        self.last_trace: list[tuple[int, float]] = []
+        self._loaded: Loaded | None = None
+
+    @classmethod
+    def is_available(cls) -> tuple[bool, str]:
+        """Whether torch and transformers are installed. Imports neither."""
+        for package in ("torch", "transformers"):
+            if importlib.util.find_spec(package) is None:
+                return False, f"{package} is not installed: pip install 'brainpatch[transformers]'"
+        try:
+            found = version("transformers")
+        except PackageNotFoundError:
+            return False, "transformers is there, but not as an installed package"
+        if int(found.split(".")[0]) < 5:
+            return False, f"transformers {found} is too old: 5.0 or newer is needed"
+        return True, f"transformers {found}"
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        """What this engine can do."""
+        return Capabilities(
+            name=cls.name,
+            static_intervention=True,
+            dynamic_schedule=True,
+            multiple_patches=True,
+            streaming=True,
+            cpu=True,
+            cuda=True,
+            mps=True,
+            apple_silicon=True,
+            server=True,
+            concurrent_requests=True,
+            per_request_strength=True,
+            quantization=("torchao",),
+            sites=True,
+            trace=True,
+            notes={
+                "cuda": "written for it, not run on it",
+                "mps": "written for it, not run on it",
+                "concurrent_requests": "rows of one batch, and calls from several threads",
+                "quantization": "torchao int8 weights were run; other kinds are passed through and were not",
+            },
+        )
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def load_model(
+        self,
+        model: Any,
+        *,
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: Any = "auto",
+        trust_remote_code: bool = False,
+        model_id: str | None = None,
+        tokenizer: Any = None,
+        **arguments: Any,
+    ) -> None:
+        """Load a model by hub id or folder, or take a loaded one as it is.
+
+        `device` auto is cuda, mps, cpu, whichever comes first; `dtype` auto is bfloat16, float16, float32 there.
+        `model_id` is the name that patches know the model by, where `model` is a folder. A loaded model needs
+        its `tokenizer` unless that can be found by the model's name, is never changed, and must be in eval
+        mode. `arguments` (device_map, quantization_config, ...) go to `from_pretrained`.
+
+        A forward pass on three tokens proves that edits reach the stream. Errors: BackendNotAvailable (BP501),
+        EngineError (BP503 to BP507).
+        """
+        loaded = load(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            model_id=model_id,
+            tokenizer=tokenizer,
+            arguments=arguments,
+        )
+        self._loaded = loaded
+
+    def describe_model(self) -> ModelDescriptor:
+        """Identity and shape of the loaded model."""
+        return self._ready().descriptor
+
+    def unload(self) -> None:
+        """Let go of the model."""
+        self._loaded = None
+
+    @property
+    def model(self) -> Any:
+        """The loaded model."""
+        return self._ready().model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return self._ready().tokenizer
+
+    @property
+    def blocks(self) -> Any:
+        """Its decoder blocks, in order."""
+        return self._ready().blocks
+
+    def _ready(self) -> Loaded:
+        if self._loaded is None:
+            raise self._nothing_loaded()
+        return self._loaded
+
+    # --- text --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        patches: Patches = None,
+        use_chat_template: bool = True,
+        system: str | None = None,
+        apply_to_prompt: bool = True,
+    ) -> str:
+        """The answer to one prompt. With `apply_to_prompt` False, prompt positions are not edited."""
+        if apply_to_prompt:
+            return super().generate(
+                prompt, config, patches=patches, use_chat_template=use_chat_template, system=system
+            )
+        requests = self._requests([prompt], config, patches, use_chat_template, system)
+        if len(requests) != 1:
+            raise RequestError("BP404", "this call returns one text; n must be 1")
+        asked = requests[0]
+        return self._run([Request(asked.prompt_ids, asked.config, asked.patches.continuation_only())])[0].text
+
+    def assert_zero_is_baseline(self, prompt: Prompt, config: GenerationConfig | None = None) -> dict[str, Any]:
+        """Law 1 on this prompt: all installed patches at strength 0 against none.
+
+        Returns {"identical": True, "baseline": text, "zero": text}; EngineError (BP508) when they differ.
+        """
+        zero = {name: 0.0 for name in self.list_patches()}
+        plain, still = self.generate_detailed([prompt, prompt], config, patches=[{}, zero])
+        if plain.token_ids != still.token_ids:
+            raise EngineError("BP508", "at strength 0 the tokens differ from those without patches")
+        return {"identical": True, "baseline": plain.text, "zero": still.text}
+
+    def _encode(self, prompt: Prompt, *, use_chat_template: bool, system: str | None) -> list[int]:
+        return prompt_ids(self.tokenizer, prompt, use_chat_template=use_chat_template, system=system)
+
+    def _check_config(self, config: GenerationConfig) -> None:
+        for key, value in config.extra.items():
+            if key not in _EXTRA:
+                raise RequestError("BP404", f"extra[{key!r}] is not understood here; known: {', '.join(_EXTRA)}")
+            if value not in _EXTRA[key]:
+                raise RequestError("BP404", f"extra[{key!r}] is one of {_EXTRA[key]}, not {value!r}")
+
+    def _run(self, requests: Sequence[Request]) -> list[Generation]:
+        self._check_length(requests)
+        answers: dict[int, Generation] = {}
+        for batch in self._batches(requests):
+            for number, answer in zip(batch, self._batch([requests[i] for i in batch]), strict=True):
+                answers[number] = answer
+        return [answers[number] for number in range(len(requests))]
+
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        context = self._ready().context
+        for request in requests:
+            needed = len(request.prompt_ids) + request.config.max_new_tokens
+            if context is not None and needed > context:
+                raise RequestError(
+                    "BP406",
+                    f"{len(request.prompt_ids)} prompt tokens and {request.config.max_new_tokens} new ones "
+                    f"do not fit into {context}",
+                )
+
+    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Which requests run together: like lengths, and only equal ones where padding is not possible."""
+        batches: list[list[int]] = []
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        for i in order:
+            last = requests[batches[-1][0]] if batches else None
+            fits = (
+                last is not None
+                and len(batches[-1]) < self.max_batch_size
+                and last.config.extra == requests[i].config.extra
+                and (self._ready().left_padding or len(last.prompt_ids) == len(requests[i].prompt_ids))
+            )
+            if fits:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def _batch(
+        self,
+        requests: Sequence[Request],
+        *,
+        emit: Callable[[str], None] | None = None,
+        measured: bool = False,
+        started: Callable[[Sampler, Edits], None] = lambda sampler, edits: None,
+    ) -> list[Generation]:
+        """Generate one batch, padded on the left."""
+        import torch
+        import transformers
+
+        loaded = self._ready()
+        if any(not request.patches.is_empty for request in requests):
+            refuse_compiled(loaded.model)
+        width = max(len(request.prompt_ids) for request in requests)
+        ids = torch.full((len(requests), width), loaded.pad_id, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        rows = []
+        for number, request in enumerate(requests):
+            length = len(request.prompt_ids)
+            ids[number, width - length :] = torch.tensor(request.prompt_ids)
+            mask[number, width - length :] = 1
+            rows.append(Row(request.patches, length, width - length))
+        edits = Edits(loaded.blocks, rows, width)
+        answers = [Answer(request, loaded.tokenizer, loaded.end_ids, emit) for request in requests]
+        sampler = Sampler(answers, edits)
+        started(sampler, edits)
+        settings = transformers.GenerationConfig(
+            max_new_tokens=max(request.config.max_new_tokens for request in requests),
+            do_sample=False,
+            pad_token_id=loaded.pad_id,
+            disable_compile=True,
+            **requests[0].config.extra,
+        )
+        # `generate` mixes in the model's own settings and keeps caches on the model: it gets a shallow twin
+        # that has no settings, so that nothing of this call stays on the model itself.
+        twin = copy.copy(loaded.model)
+        twin.generation_config = transformers.GenerationConfig()
+        with edits.applied(measured=measured), torch.no_grad():
+            twin.generate(
+                input_ids=ids.to(loaded.model.device),
+                attention_mask=mask.to(loaded.model.device),
+                generation_config=settings,
+                logits_processor=transformers.LogitsProcessorList([sampler.choose]),
+                stopping_criteria=transformers.StoppingCriteriaList([sampler.stop]),
+            )
+        self.last_trace = edits.first_row
+        return [_generation(answer) for answer in answers]
+
+    def _run_trace(self, request: Request) -> list[TraceRow]:
+        self._check_length([request])
+        kept: list[Edits] = []
+        self._batch([request], measured=True, started=lambda sampler, edits: kept.append(edits))
+        return [kept[0].trace[key] for key in sorted(kept[0].trace)]
+
+    def _run_stream(self, request: Request) -> Iterator[str]:
+        self._check_length([request])
+        return self._pieces(request)
+
+    def _pieces(self, request: Request) -> Iterator[str]:
+        """The answer's pieces, generated in a thread that ends when this iterator is closed."""
+        pieces: queue.SimpleQueue[str | _Failure | None] = queue.SimpleQueue()
+        samplers: list[Sampler] = []
+        closed = threading.Event()
+
+        def started(sampler: Sampler, edits: Edits) -> None:
+            samplers.append(sampler)
+            sampler.cancelled = closed.is_set()
+
+        def work() -> None:
+            try:
+                self._batch([request], emit=pieces.put, started=started)
+            except BaseException as error:  # everything goes to the consumer, who is in another thread
+                pieces.put(_Failure(error))
+            else:
+                pieces.put(None)
+
+        thread = threading.Thread(target=work, name="brainpatch-stream", daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, _Failure):
+                    raise piece.error
+                yield piece
+        finally:
+            closed.set()
+            with contextlib.suppress(IndexError):
+                samplers[0].cancelled = True
+            thread.join()
+
+
+def _generation(answer: Answer) -> Generation:
+    request = answer.request
+    return Generation(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        logprobs=None if request.config.logprobs is None else answer.logprobs,
+        finish_reason=answer.finish_reason,
+        prompt_tokens=len(request.prompt_ids),
+        patches=request.patches.to_mapping(),
+        digest=request.patches.digest,
+    )
+
+
+BACKEND = TransformersBackend
