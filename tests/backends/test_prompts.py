@@ -50,7 +50,9 @@ def test_the_template_is_applied_once_and_bos_is_single():
 
 
 def test_messages_equal_the_string_they_stand_for():
-    assert prompt_ids(FakeTokenizer(), [{"role": "user", "content": "hi"}]) == prompt_ids(FakeTokenizer(), "hi")
+    assert prompt_ids(FakeTokenizer(), [{"role": "user", "content": "hi"}]) == prompt_ids(
+        FakeTokenizer(), "hi"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [FakeTokenizer(), Plain()])
@@ -80,7 +82,8 @@ def test_what_is_no_prompt_is_refused(prompt):
 
 
 @pytest.mark.parametrize(
-    "message", [{"role": "user"}, {"content": "x"}, {"role": 1, "content": "x"}, {"role": "user", "content": None}]
+    "message",
+    [{"role": "user"}, {"content": "x"}, {"role": 1, "content": "x"}, {"role": "user", "content": None}],
 )
 def test_a_message_needs_role_and_text(message):
     with pytest.raises(RequestError, match="role and content"):

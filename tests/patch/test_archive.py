@@ -117,7 +117,7 @@ def test_permissions_do_not_matter(mode: int) -> None:
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_other_methods_are_refused(method: int) -> None:
-    _refused(_zip({"README.md": b"x" * 50}, method), "BP103" if method == zipfile.ZIP_LZMA else "BP107")
+    _refused(_zip({"README.md": b"x" * 50}, method), "BP107")
 
 
 def test_an_extra_field_is_refused() -> None:
@@ -165,7 +165,6 @@ def test_every_field_of_the_two_records_must_agree(at: int) -> None:
         (lambda data: data[:-14] + b"\xff\xff" * 2 + data[-10:], "several disks"),
         (lambda data: data[:-14] + b"\x02\x00" + data[-12:], "several disks"),
         (lambda data: data[:-14] + b"\x02\x00" * 2 + data[-10:], "no directory entry"),
-        (lambda data: data[:-14] + b"\xff\xff" * 2 + data[-10:], "several disks"),
         (lambda data: data[:-6] + b"\xff" * 4 + data[-2:], "ZIP64"),
     ],
 )

@@ -7,14 +7,14 @@ import sys
 import traceback
 
 import pytest
-from tests.factories import make_patch
-from tests.patch.hub_stand_in import COMMIT, NEWER, HubStandIn, Repo
 
 from brainpatch.errors import BrainPatchError, PatchFormatError, PatchWriteError, RegistryError
 from brainpatch.patch import hub, patch_bytes
 from brainpatch.patch.hub import is_hub_reference
 from brainpatch.patch.limits import MAX_ARCHIVE_BYTES
 from brainpatch.patch.registry import PatchRegistry
+from tests.factories import make_patch
+from tests.patch.hub_stand_in import COMMIT, NEWER, HubStandIn, Repo
 
 TOKEN = "hf_" + "x" * 34
 

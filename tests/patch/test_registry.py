@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from tests.factories import make_patch
 
 from brainpatch.errors import PatchFormatError, PatchLoadError, RegistryError
 from brainpatch.patch import InstalledPatch, PatchRegistry, default_registry, registry_home, save_patch
 from brainpatch.patch import registry as module
+from tests.factories import make_patch
 
 BAD_NAMES = ["", "..", "../x", "a/b", "/etc/x", "A", "a\n", "a\0", "con", ".hidden", "a" * 65, "a\\b"]
 

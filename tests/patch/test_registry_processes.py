@@ -11,9 +11,9 @@ import sys
 import time
 
 import pytest
-from tests.factories import make_patch
 
 from brainpatch.patch import PatchRegistry, save_patch
+from tests.factories import make_patch
 
 # Each reports a line per install; all wait for the same moment.
 INSTALL = """

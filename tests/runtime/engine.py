@@ -56,7 +56,13 @@ class RecordingBackend(BrainPatchBackend):
         self.seen += requests
         return [
             Generation(
-                repr(r.patches.to_mapping()), [], None, "stop", len(r.prompt_ids), r.patches.to_mapping()
+                text=repr(r.patches.to_mapping()),
+                token_ids=[],
+                logprobs=None,
+                finish_reason="stop",
+                prompt_tokens=len(r.prompt_ids),
+                patches=r.patches.to_mapping(),
+                digest=r.patches.digest,
             )
             for r in requests
         ]

@@ -111,8 +111,8 @@ class TransformersBackend(BrainPatchBackend):
         """Load a model by hub id or folder, or take a loaded one as it is.
 
         `device` auto is cuda, mps, cpu, whichever comes first; `dtype` auto is bfloat16, float16, float32 there.
-        `model_id` is the name that patches know the model by, where `model` is a folder. A loaded model needs
-        its `tokenizer` unless that can be found by the model's name, is never changed, and must be in eval
+        `model_id` is the name that patches know the model by, where `model` is a folder. A loaded model
+        needs its `tokenizer` unless that can be found by the model's name, is never changed, and must be in eval
         mode. `arguments` (device_map, quantization_config, ...) go to `from_pretrained`.
 
         A forward pass on three tokens proves that edits reach the stream. Errors: BackendNotAvailable (BP501),
@@ -181,12 +181,14 @@ class TransformersBackend(BrainPatchBackend):
         asked = requests[0]
         return self._run([Request(asked.prompt_ids, asked.config, asked.patches.continuation_only())])[0].text
 
-    def assert_zero_is_baseline(self, prompt: Prompt, config: GenerationConfig | None = None) -> dict[str, Any]:
+    def assert_zero_is_baseline(
+        self, prompt: Prompt, config: GenerationConfig | None = None
+    ) -> dict[str, Any]:
         """Law 1 on this prompt: all installed patches at strength 0 against none.
 
         Returns {"identical": True, "baseline": text, "zero": text}; EngineError (BP508) when they differ.
         """
-        zero = {name: 0.0 for name in self.list_patches()}
+        zero = dict.fromkeys(self.list_patches(), 0.0)
         plain, still = self.generate_detailed([prompt, prompt], config, patches=[{}, zero])
         if plain.token_ids != still.token_ids:
             raise EngineError("BP508", "at strength 0 the tokens differ from those without patches")
@@ -198,7 +200,9 @@ class TransformersBackend(BrainPatchBackend):
     def _check_config(self, config: GenerationConfig) -> None:
         for key, value in config.extra.items():
             if key not in _EXTRA:
-                raise RequestError("BP404", f"extra[{key!r}] is not understood here; known: {', '.join(_EXTRA)}")
+                raise RequestError(
+                    "BP404", f"extra[{key!r}] is not understood here; known: {', '.join(_EXTRA)}"
+                )
             if value not in _EXTRA[key]:
                 raise RequestError("BP404", f"extra[{key!r}] is one of {_EXTRA[key]}, not {value!r}")
 
@@ -231,7 +235,7 @@ class TransformersBackend(BrainPatchBackend):
                 last is not None
                 and len(batches[-1]) < self.max_batch_size
                 and last.config.extra == requests[i].config.extra
-                and (self._ready().left_padding or len(last.prompt_ids) == len(requests[i].prompt_ids))
+                and (self._ready().can_be_padded or len(last.prompt_ids) == len(requests[i].prompt_ids))
             )
             if fits:
                 batches[-1].append(i)

@@ -69,7 +69,12 @@ class Edits:
             stream = output[0] if isinstance(output, tuple) else output
             start = self.columns - stream.shape[-2]
             pieces = [
-                (number, segment.first + row.pad - start, segment.last + row.pad - start, segment.coefficients)
+                (
+                    number,
+                    segment.first + row.pad - start,
+                    segment.last + row.pad - start,
+                    segment.coefficients,
+                )
                 for number, row in enumerate(self._rows)
                 if layer in row.patches.layers
                 for segment in row.patches.segments(
@@ -102,7 +107,9 @@ class Edits:
             self._vectors[key] = vector, float(vector.float().norm())
         return self._vectors[key]
 
-    def _note(self, layer: int, pieces: Sequence[tuple[int, int, int, tuple[float, ...]]], stream: Any) -> None:
+    def _note(
+        self, layer: int, pieces: Sequence[tuple[int, int, int, tuple[float, ...]]], stream: Any
+    ) -> None:
         """Keep (generated-token index, norm) of the first row's newest position at the lowest edited block."""
         row = self._rows[0]
         norm = 0.0
@@ -135,7 +142,11 @@ class Edits:
                 if norms[offset] or expected[offset]:
                     position = start + offset
                     self.trace[layer, position] = TraceRow(
-                        layer, position, norms[offset], expected[offset], str(stream.dtype).removeprefix("torch.")
+                        layer,
+                        position,
+                        norms[offset],
+                        expected[offset],
+                        str(stream.dtype).removeprefix("torch."),
                     )
 
         return hook

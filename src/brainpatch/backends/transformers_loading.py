@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
     context: int | None
     end_ids: frozenset[int]
     pad_id: int
-    left_padding: bool
+    can_be_padded: bool
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
         shared = {"revision": revision, "trust_remote_code": trust_remote_code}
         files = {key: arguments[key] for key in ("gguf_file", "subfolder") if key in arguments}
         try:
-            refuse_unfit(transformers.AutoConfig.from_pretrained(name, **shared, **files))
+            families.refuse_unfit(transformers.AutoConfig.from_pretrained(name, **shared, **files))
             tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(name, **shared, **files)
             model = _weights(name, device, dtype, {**shared, **arguments})
         except EngineError:
@@ -58,14 +58,13 @@ def load(
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise EngineError("BP507", f"{name}: {reason[0]}") from error
     else:
-        refuse_unfit(model.config)
+        families.refuse_unfit(model.config)
         _refuse_object(model, arguments)
         if tokenizer is None:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     refuse_compiled(model)
     _, blocks = families.find_blocks(model, model.config)
     width = prove(model, blocks)
-    family = families.family_of(model.config)
     return Loaded(
         model,
         tokenizer,
@@ -74,17 +73,8 @@ def load(
         families.context_length(model.config),
         _end_ids(model, tokenizer),
         next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0),
-        family is None or family.left_padding,
+        families.can_be_padded(model.config),
     )
-
-
-def refuse_unfit(config: Any) -> None:
-    """Refuse by name what cannot be patched, before its weights are read."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise EngineError("BP504", f"{config.model_type} has an encoder and a decoder; only decoders are patched")
-    family = families.family_of(config)
-    if family is not None and family.refused:
-        raise EngineError("BP504", f"{family.model_type}: {family.refused}")
 
 
 def refuse_compiled(model: Any) -> None:

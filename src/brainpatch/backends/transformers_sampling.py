@@ -1,7 +1,8 @@
 """Choosing tokens, row by row, inside the library's own `generate`.
 
 A `Sampler` is handed to `generate` both as a logits processor and as a stopping criterion: it applies each
-row's own parameters, draws with the row's own generator, and leaves the chosen token as the only possible one.
+row's own parameters, draws with the row's own generator, and leaves the chosen token as the only possible
+one.
 So rows with different parameters share a batch, and a draw does not depend on the batch.
 """
 

@@ -78,6 +78,7 @@ class Engine:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Start it. Errors: BackendNotAvailable (BP501), EngineError (BP507); nothing is left running."""
+
         before = set(multiprocessing.active_children())
         self.llm: Any = None
         failure = ""

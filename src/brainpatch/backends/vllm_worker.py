@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from brainpatch.backends.vllm_blocks import block_count, find_blocks
+from brainpatch.backends import families
 from brainpatch.backends.vllm_digest import weights_digest
 from brainpatch.backends.vllm_forms import FormFinder, tensors_in
 from brainpatch.backends.vllm_hooks import BlockEditor, MethodTap, Trace, dtype_name
@@ -45,10 +45,16 @@ class _State:
                 "BP505", f"vLLM's compilation mode is {int(mode)}; load with enforce_eager=True"
             )
         self.model: nn.Module = worker.get_model()
-        self.location = find_blocks(self.model, block_count(config.hf_text_config))
+        self.path, blocks = families.find_blocks(self.model, config.hf_config, vllm=True)
+        self.total = len(blocks)
+        # Blocks of other pipeline stages have placeholders here.
+        local = {i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
+        self.expected_form = next(
+            (family.vllm_form for family in reversed(families.families_of(config.hf_config))), None
+        )
         self.editor = BlockEditor(
             self.model,
-            self.location.local,
+            local,
             config.get_hidden_size(),
             config.dtype,
             worker.model_runner.device,
@@ -73,20 +79,21 @@ class BrainPatchWorkerExtension:
     def bp_probe(self) -> dict[str, Any]:
         """What is there and what is applied.
 
-        Keys: path, num_layers (of the whole model), local_layers, hidden_size, dtype (of the stream, from
-        the model's config), forms {layer: form}, layers (edited now), norms {layer: L2 norm as cast},
-        hook_calls and rows_edited {layer: count since the last apply}, broken_logits (NaN or infinite
-        ones since then), hooks (on all modules, ours and others').
+        Keys: path, num_layers (of the whole model), local_layers, hidden_size, dtype (of the stream, from the
+        model's config), forms {layer: form}, expected_form (by the table of families), layers (edited now),
+        norms {layer: L2 norm as cast}, hook_calls and rows_edited {layer: count since the last apply},
+        broken_logits (NaN or infinite ones since then), hooks (on all modules, ours and others').
         """
         state = self._bp_state()
         editor = state.editor
         return {
-            "path": state.location.path,
-            "num_layers": state.location.total,
+            "path": state.path,
+            "num_layers": state.total,
             "local_layers": sorted(editor.blocks),
             "hidden_size": editor.hidden_size,
             "dtype": dtype_name(editor.dtype),
             "forms": {str(layer): form for layer, form in editor.forms.items()},
+            "expected_form": state.expected_form,
             "layers": sorted(editor.deltas),
             "norms": {str(layer): norm for layer, norm in editor.norms().items()},
             "hook_calls": {str(layer): count.calls for layer, count in editor.counts.items()},
@@ -107,7 +114,7 @@ class BrainPatchWorkerExtension:
         """
         state = self._bp_state()
         was_broken = state.editor.broken
-        state.editor.apply({int(layer): values for layer, values in deltas.items()}, state.location.total)
+        state.editor.apply({int(layer): values for layer, values in deltas.items()}, state.total)
         return {**self.bp_probe(), "was_broken": was_broken}
 
     @_reported

@@ -257,7 +257,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _kind(dtype: str) -> _Kind:
-    if dtype not in _KINDS:
+    if not isinstance(dtype, str) or dtype not in _KINDS:
         raise PatchFormatError("BP117", f"dtype {visible(repr(dtype), 40)} is not one of {', '.join(_KINDS)}")
     return _KINDS[dtype]
 
@@ -276,7 +276,10 @@ def _numbers(values: Any) -> list[float]:
         isinstance(item, (int, float)) and not isinstance(item, bool) for item in numbers
     ):
         raise PatchFormatError("BP117", "the values are not a flat sequence of numbers")
-    return numbers
+    try:
+        return [float(item) for item in numbers]
+    except OverflowError:  # an integer beyond every float
+        raise PatchFormatError("BP118", "a value is out of the range of every dtype") from None
 
 
 def _encode(values: list[float], kind: _Kind, dtype: str) -> bytes:

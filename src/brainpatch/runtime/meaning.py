@@ -239,7 +239,9 @@ class ResolvedSet:
         if not self.depends_on_position:
             constant = self._constants[layer]
             first = max(0, start)
-            return [Segment(first, start + count, constant)] if any(constant) and first < start + count else []
+            return (
+                [Segment(first, start + count, constant)] if any(constant) and first < start + count else []
+            )
         table = self.coefficients(layer, np.arange(start, start + count), prompt_length)
         cuts = (np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()
         return [
@@ -301,7 +303,9 @@ class ResolvedSet:
             replace(
                 patch,
                 interventions=tuple(
-                    item._replace(site="continuation") for item in patch.interventions if item.site != "prompt"
+                    item._replace(site="continuation")
+                    for item in patch.interventions
+                    if item.site != "prompt"
                 ),
             )
             for patch in self.patches

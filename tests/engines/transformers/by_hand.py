@@ -1,6 +1,6 @@
 """The meaning applied the long way: no cache, no batch, one explicit number for each position.
 
-It shares nothing with the engine but the formula of docs/semantics.md, and is what the engine is compared with.
+It shares nothing with the engine but the formula of docs/semantics.md, and the engine is compared with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def logits(model, ids, prompt_length, patches):
     layers = {item.layer for patch, _, _ in patches for item in patch.manifest.interventions}
     for layer in layers:
         rows = [
-            sum(delta(patch, strength, schedule, layer, p, prompt_length) for patch, strength, schedule in patches)
+            sum(
+                delta(patch, strength, schedule, layer, p, prompt_length)
+                for patch, strength, schedule in patches
+            )
             for p in range(len(ids))
         ]
         edit = torch.stack(rows).float()[None]

@@ -196,7 +196,9 @@ def test_a_long_batch_is_cut_and_keeps_its_order(backend, monkeypatch):
     monkeypatch.setattr(backend, "max_batch_size", 3)
     widths = []
     batch = backend._batch
-    monkeypatch.setattr(backend, "_batch", lambda requests, **k: (widths.append(len(requests)), batch(requests, **k))[1])
+    monkeypatch.setattr(
+        backend, "_batch", lambda requests, **k: (widths.append(len(requests)), batch(requests, **k))[1]
+    )
     prompts = [f"Say the number {i}, {'please ' * (i % 3)}now." for i in range(8)]
     answers = backend.generate_batch(prompts, config(max_new_tokens=4))
     assert widths == [3, 3, 2]

@@ -49,7 +49,9 @@ def test_zero_is_nothing_on_transformers(backend):
     zero_coefficient = patch("flat", norm=0.0)
     for item in (patch(), patch("other", layers=(0, 29), seed=1), zero_coefficient):
         backend.install_patch(item, strength=1.0, enabled=False)
-    reference, logits = plain_generate(backend.model, backend._encode(PROMPTS[0], use_chat_template=True, system=None), 10)
+    reference, logits = plain_generate(
+        backend.model, backend._encode(PROMPTS[0], use_chat_template=True, system=None), 10
+    )
     raw = torch.log_softmax(logits.float(), dim=-1)
     assert full_logprobs(backend, PROMPTS[0], {"p": 1})[0] != reference  # the patch is one that acts
     scheduled = {"strength": 1, "schedule": {"0": 0}}
@@ -114,7 +116,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_edit_is_a_function_of_position_on_transformers(backend, case):
-    """One batch with padding, cached decoding: what each row gets is what the formula says, position by position."""
+    """One batch with padding, cached decoding: each row gets what the formula says, position by position."""
     wish, applied = {}, []
     for name, item, strength, schedule in CASES[case]:
         backend.install_patch(item, enabled=False)
@@ -154,7 +156,9 @@ def test_threads_are_isolated(backend):
     got = {}
 
     def work(strength):
-        got[strength] = [backend.generate(PROMPTS[0], SHORT, patches={"p": strength} if strength else {}) for _ in range(3)]
+        got[strength] = [
+            backend.generate(PROMPTS[0], SHORT, patches={"p": strength} if strength else {}) for _ in range(3)
+        ]
 
     threads = [threading.Thread(target=work, args=(w,)) for w in expected]
     for thread in threads:
@@ -226,5 +230,7 @@ def test_the_first_answer_token_belongs_to_the_prompt(backend):
     base = backend.generate_detailed(["Hi"], one, patches={})[0].logprobs
     assert backend.generate_detailed(["Hi"], one, patches={"continuation": 2})[0].logprobs == base
     assert backend.generate_detailed(["Hi"], one, patches={"prompt": 2})[0].logprobs != base
-    both = [backend.generate_detailed(["Hi"], one, patches={site: 2})[0].logprobs for site in ("prompt", "all")]
+    both = [
+        backend.generate_detailed(["Hi"], one, patches={site: 2})[0].logprobs for site in ("prompt", "all")
+    ]
     assert both[0] == both[1]

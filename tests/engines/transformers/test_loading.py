@@ -69,7 +69,7 @@ def test_nothing_loaded_is_said_by_code():
 
 def test_a_loaded_model_is_taken_as_it_is():
     model = tiny()
-    before = {name: value for name, value in vars(model).items()}
+    before = dict(vars(model))
     backend = load(model)
     assert backend.model is model
     assert dict(vars(model)) == before
@@ -120,7 +120,11 @@ def test_an_encoder_decoder_is_refused_before_weights_are_read(tmp_path):
 
 
 def test_a_missing_or_damaged_model_is_an_error_with_a_reason(tmp_path):
-    for folder, content in (("nowhere", None), ("broken", "{"), ("unknown", '{"model_type": "no-such-family"}')):
+    for folder, content in (
+        ("nowhere", None),
+        ("broken", "{"),
+        ("unknown", '{"model_type": "no-such-family"}'),
+    ):
         path = tmp_path / folder
         if content is not None:
             path.mkdir()
