@@ -37,7 +37,8 @@ $(MODEL)/config.json: | $(READY)
 model: $(MODEL)/config.json ## unpack the real small model into .cache
 
 demo: model ## learn a patch on the real model and watch it act, in Transformers and in vLLM
-	$(BIN)/python examples/cheerful/demo.py $(MODEL)
+	@echo "what the engines log goes to .cache/demo.log"
+	@$(BIN)/python examples/cheerful/demo.py $(MODEL) 2> .cache/demo.log || { tail -n 30 .cache/demo.log; exit 1; }
 
 lint: $(READY) ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import posixpath
 import sys
 import traceback
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from brainpatch.errors import BrainPatchError, PatchFormatError, PatchWriteError, RegistryError
 from brainpatch.patch import hub, patch_bytes
@@ -126,6 +129,14 @@ def test_a_revision_is_resolved_to_its_commit(registry, stand_in, repo):
     assert installed.source["revision"] == NEWER
     assert stand_in.paths[1] == f"/owner/repo/resolve/{NEWER}/formal.brainpatch"
     refused("BP305", registry.install_from_hub, "owner/repo", revision="nope\x1b", overwrite=True)
+
+
+def test_a_hub_that_answers_for_another_commit_is_refused(registry, stand_in, repo):
+    assert registry.install_from_hub("owner/repo", revision=COMMIT).source["revision"] == COMMIT
+    repo.commit = NEWER
+    text = refused("BP305", registry.install_from_hub, "owner/repo", revision=COMMIT, overwrite=True)
+    assert "another commit" in text
+    assert len(stand_in.asked) == 3
 
 
 @pytest.mark.parametrize("commit", ["main", "../../x", "0" * 39])
@@ -264,6 +275,37 @@ def test_a_spoilt_cache_is_a_miss(registry, stand_in, repo):
     assert stand_in.paths.count(f"/owner/repo/resolve/{COMMIT}/formal.brainpatch") == 2
 
 
+def test_a_cached_file_that_was_damaged_is_fetched_again(registry, stand_in, repo):
+    registry.install_from_hub("owner/repo")
+    (cached,) = registry.cache_dir.glob("*.brainpatch")
+    good = cached.read_bytes()
+    # Of the right size.
+    cached.write_bytes(good[:200] + bytes([good[200] ^ 1]) + good[201:])
+    text = refused("BP306", registry.install_from_hub, "owner/repo", offline=True, overwrite=True)
+    assert "damaged" in text
+    assert registry.install_from_hub("owner/repo", overwrite=True).path.read_bytes() == good
+    assert cached.read_bytes() == good
+    assert len(stand_in.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        '{"commit": 5, "sizes": {"formal.brainpatch": "x"}}',
+        '{"commit": "a", "sizes": [["formal.brainpatch", 1]]}',
+        '{"commit": "a", "sizes": {"formal.brainpatch": 1e999}}',
+        '{"commit": "a", "sizes": {"formal.brainpatch": []}}',
+        '{"commit": "a"}',
+        "[" * 100000,
+    ],
+)
+def test_a_spoilt_listing_is_a_miss(registry, repo, listing):
+    registry.install_from_hub("owner/repo")
+    for path in registry.cache_dir.glob("*.json"):
+        path.write_text(listing)
+    refused("BP306", registry.install_from_hub, "owner/repo", offline=True)
+
+
 def test_a_cache_that_cannot_be_written_does_not_matter(registry, repo, monkeypatch):
     def full(path, data, *, overwrite):
         raise PatchWriteError("BP122", "no space")
@@ -299,14 +341,43 @@ def test_paths_that_leave_the_repository_are_refused_unasked(registry, stand_in,
     assert stand_in.asked == []
 
 
-@pytest.mark.parametrize(
-    "ref", ["formal", "owner/repo\n", "a b/c", "https://x/y", "o/r:", "o/x.brainpatch", ""]
+@pytest.mark.parametrize("file", ["../../other/x.brainpatch", "/x.brainpatch", "a//b.brainpatch"])
+def test_a_path_that_leaves_the_repository_is_not_fetched_when_the_hub_lists_it(
+    registry, stand_in, repo, file
+):
+    repo.files = {file: file_of()}
+    refused("BP303", registry.install_from_hub, "owner/repo")
+    assert stand_in.paths == ["/api/models/owner/repo"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(st.sampled_from("./\\aB:%\0\n\x1b~\u202e "), max_size=8).map(lambda text: text + ".brainpatch")
 )
+def test_what_passes_is_below_the_repository(file):
+    try:
+        _, parsed = hub._parse("owner/repo", file)
+    except RegistryError:
+        return
+    assert parsed == file
+    assert "\\" not in file
+    assert posixpath.normpath("/root/" + file) == "/root/" + file
+
+
+@pytest.mark.parametrize("ref", ["formal", "owner/repo\n", "a b/c", "https://x/y", "o/r:", ""])
 def test_references_of_another_form(registry, stand_in, ref):
     assert not is_hub_reference(ref)
     refused("BP303", registry.install_from_hub, ref)
     refused("BP303", registry.install, ref)
     assert stand_in.asked == []
+
+
+def test_what_ends_like_a_file_is_a_path_unless_the_hub_is_meant(registry, stand_in):
+    stand_in.repos["owner/x.brainpatch"] = Repo({"formal.brainpatch": file_of()})
+    refused("BP303", registry.install, "owner/x.brainpatch")
+    assert stand_in.asked == []
+    assert registry.install("owner/x.brainpatch:formal.brainpatch").name == "formal"
+    assert registry.install_from_hub("owner/x.brainpatch", overwrite=True).name == "formal"
 
 
 @pytest.mark.parametrize("ref", ["o/r", "Owner-1/re.po_2", "o/r:x.brainpatch", "o/r:a/b-c.brainpatch", "9/a"])

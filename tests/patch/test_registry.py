@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import types
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from brainpatch.errors import PatchFormatError, PatchLoadError, RegistryError
 from brainpatch.patch import InstalledPatch, PatchRegistry, default_registry, registry_home, save_patch
@@ -130,6 +133,18 @@ def test_bad_names_touch_no_path(registry, make, name):
     assert not registry.is_installed(name)
     refused("BP302", registry.get, name)
     assert not registry.home.exists()
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(max_size=70) | st.text(st.sampled_from("./\\a1-_:~\0\n"), max_size=70))
+def test_a_name_is_one_plain_file_name_or_is_refused(name):
+    registry = PatchRegistry("/nowhere/home")
+    try:
+        path = registry.path_for(name)
+    except PatchFormatError:
+        return
+    assert name.isascii()
+    assert str(path) == os.path.normpath(path) == f"/nowhere/home/patches/{name}.brainpatch"
 
 
 def test_a_refused_file_leaves_nothing(registry, make, tmp_path):
@@ -281,6 +296,21 @@ def test_taken_by_another_where_there_is_no_lock(registry, make, monkeypatch):
     monkeypatch.setattr(module, "write_atomically", rival)
     refused("BP301", registry.install_file, make())
     assert registry.path_for("formal").read_bytes() == b"rival"
+
+
+def test_the_lock_of_windows(registry, make, monkeypatch):
+    locked = []
+    fake = types.SimpleNamespace(LK_LOCK=1, locking=lambda *arguments: locked.append(arguments))
+    monkeypatch.setitem(sys.modules, "msvcrt", fake)
+    monkeypatch.setattr(module, "sys", types.SimpleNamespace(platform="win32"))
+    registry.install_file(make())
+    assert [(mode, count) for _, mode, count in locked] == [(1, 1)]
+
+    def busy(*_):
+        raise OSError(36, "Resource deadlock avoided")
+
+    fake.locking = busy
+    refused("BP307", registry.install_file, make(), overwrite=True)
 
 
 def test_leftovers_of_a_killed_install_are_swept(registry, make):

@@ -174,7 +174,13 @@ class VLLMBackend(BrainPatchBackend):
         for layer, element in sorted(cases):
             self._watched_pass(engine, layer, element)
             engine.rpc("bp_form_stop")
-        return engine.rpc("bp_form_result")[0]
+        result: dict[str, Any] = engine.rpc("bp_form_result")[0]
+        expected, found = result["expected_form"], set(result["forms"].values())
+        if expected is not None and found - {expected}:
+            self._warn(
+                f"the blocks return {', '.join(sorted(found))}, and {expected} was expected; what was found is used"
+            )
+        return result
 
     def _watched_pass(self, engine: Engine, layer: int, element: int) -> None:
         engine.rpc("bp_form_start", layer, element)

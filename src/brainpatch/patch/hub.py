@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from brainpatch.errors import BrainPatchError, PatchLoadError, PatchWriteError, RegistryError
+from brainpatch.errors import (
+    BrainPatchError,
+    PatchFormatError,
+    PatchLoadError,
+    PatchWriteError,
+    RegistryError,
+)
 from brainpatch.patch.atomic import write_atomically
 from brainpatch.patch.file import SUFFIX, LoadedPatch, load_patch_bytes, read_patch_file
 from brainpatch.patch.limits import MAX_ARCHIVE_BYTES
@@ -51,7 +57,7 @@ def is_hub_reference(ref: str) -> bool:
     `folder/x.brainpatch` does not count: it is a path, and if mistyped it must not become a download.
     """
     match = _REFERENCE.fullmatch(ref)
-    return match is not None and not match[1].endswith(SUFFIX)
+    return match is not None and not (match[2] is None and ref.endswith(SUFFIX))
 
 
 def fetch(
@@ -71,17 +77,21 @@ def fetch(
     hub = None if offline else _connect(repo)
     listing = (hub or cache).listing(revision)
     file = _choose(listing, repo, file)
+    # Also when the hub chose it: a path that climbs would be another file's address.
+    _check_inside(file)
     size = listing.sizes[file]
     if size is not None and size > MAX_ARCHIVE_BYTES:
         raise PatchLoadError(
             "BP106", f"{visible(file)} has {size} bytes; at most {MAX_ARCHIVE_BYTES} are allowed"
         )
-    data = cache.file(listing.commit, file, size)
-    if data is None:
-        if hub is None:
-            raise RegistryError("BP306", f"{repo}:{visible(file)} is not in the cache")
+    source = f"{repo}:{file}"
+    if cached := cache.patch(listing.commit, file, size, source):
+        data, patch = cached
+    elif hub is None:
+        raise RegistryError("BP306", f"{visible(source)} is not in the cache, or is damaged there")
+    else:
         data = hub.file(listing.commit, file, size)
-    patch = load_patch_bytes(data, source=f"{repo}:{file}")
+        patch = load_patch_bytes(data, source=source)
     if hub is not None:
         cache.keep(revision, listing, file, data)
     return HubFile(repo, file, listing.commit, data, patch)
@@ -89,17 +99,20 @@ def fetch(
 
 def _parse(ref: str, filename: str | None) -> tuple[str, str | None]:
     match = _REFERENCE.fullmatch(ref)
-    if match is None or not is_hub_reference(ref):
+    if match is None:
         raise RegistryError("BP303", f"{visible(ref)} is not owner/repo[:file]")
     repo, file = match.groups()
     if filename is not None and file is not None and file != filename:
         raise RegistryError("BP303", f"two files are named: {visible(file)} and {visible(filename)}")
     file = filename if file is None else file
-    if file is not None and (
-        "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/"))
-    ):
-        raise RegistryError("BP303", f"{visible(file)} is not a path inside a repository")
+    if file is not None:
+        _check_inside(file)
     return repo, file
+
+
+def _check_inside(file: str) -> None:
+    if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+        raise RegistryError("BP303", f"{visible(file)} is not a path inside a repository")
 
 
 def _choose(listing: _Listing, repo: str, file: str | None) -> str:
@@ -114,6 +127,10 @@ def _choose(listing: _Listing, repo: str, file: str | None) -> str:
     raise RegistryError("BP305", f"{repo} holds {wanted}; there: {shown}{more}")
 
 
+def _size(size: Any) -> int | None:
+    return None if size is None else int(size)
+
+
 class _Cache:
     """Answers of the hub for one repository, as flat files: names made by digests cannot leave the folder."""
 
@@ -125,19 +142,26 @@ class _Cache:
         """What the hub last said about `revision`; RegistryError BP306 when it was never asked."""
         try:
             answer = json.loads(read_patch_file(self._listing_path(revision)))
-            listing = _Listing(answer["commit"], dict(answer["sizes"]))
-        except (ValueError, LookupError, TypeError, RecursionError):
+            sizes = {str(path): _size(size) for path, size in answer["sizes"].items()}
+            listing = _Listing(str(answer["commit"]), sizes)
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             at = "" if revision is None else f" at {visible(revision)}"
             raise RegistryError("BP306", f"{self.repo}{at} is not in the cache") from None
         return listing
 
-    def file(self, commit: str, file: str, size: int | None) -> bytes | None:
-        """A file's bytes, when they are here and of that size."""
+    def patch(
+        self, commit: str, file: str, size: int | None, source: str
+    ) -> tuple[bytes, LoadedPatch] | None:
+        """A file's bytes and what they hold, when they are here, of that size and whole.
+
+        Only checked files are kept, so one that is refused was damaged here: as good as absent.
+        """
         try:
             data = read_patch_file(self._file_path(commit, file))
-        except PatchLoadError:
+            patch = load_patch_bytes(data, source=source)
+        except PatchFormatError:
             return None
-        return data if size in (None, len(data)) else None
+        return (data, patch) if size in (None, len(data)) else None
 
     def keep(self, revision: str | None, listing: _Listing, file: str, data: bytes) -> None:
         """Store what the hub said. A cache that cannot be written (no space) does not stop an install."""
@@ -185,12 +209,16 @@ class _Hub:
                 self.repo, revision=revision, files_metadata=True, timeout=_INFO_TIMEOUT
             )
             sizes = {
-                str(entry.rfilename): None if entry.size is None else int(entry.size)
+                str(entry.rfilename): _size(entry.size)
                 for entry in info.siblings or ()
                 if str(entry.rfilename).endswith(SUFFIX)
             }
         if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-            raise RegistryError("BP305", f"the hub names no commit for {self.repo}")
+            raise RegistryError("BP305", f"the hub names no commit for {self.repo}", _REMEDIES[None])
+        if revision is not None and _COMMIT.fullmatch(revision) and info.sha != revision:
+            raise RegistryError(
+                "BP305", f"the hub answered with another commit of {self.repo}: {info.sha}", _REMEDIES[None]
+            )
         return _Listing(info.sha, sizes)
 
     def file(self, commit: str, file: str, size: int | None) -> bytes:

@@ -238,7 +238,7 @@ class PatchRegistry:
             try:
                 write_atomically(path, data, overwrite=overwrite)
             except PatchExistsError:
-                # Only without a lock (see `_alone`).
+                # Only by a program that does not take the lock.
                 raise _taken(name) from None
             write_atomically(self._source_path(name), text.encode("ascii"), overwrite=True)
         return InstalledPatch(name, path, source)
@@ -247,16 +247,12 @@ class PatchRegistry:
     def _alone(self) -> Iterator[None]:
         """Hold the registry's lock, and turn the system's errors into BP307.
 
-        The system frees the lock when its holder dies. Without `fcntl` (Windows) there is none: an install
-        without overwrite is still exclusive, but a replaced patch may get the record of a rival install.
+        The system frees the lock when its holder dies.
         """
         self.ensure_dirs()
         with _registry_errors(), (self.home / ".lock").open("ab") as lock:
-            if sys.platform != "win32":
-                import fcntl
-
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._sweep()
+            _lock(lock.fileno())
+            self._sweep()
             yield
 
     def _sweep(self) -> None:
@@ -292,6 +288,19 @@ def _home(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise RegistryError("BP307", f"{visible(os.fsdecode(path))}: {error}") from None
+
+
+def _lock(descriptor: int) -> None:
+    """Wait until this process alone holds the lock on the file; closing it frees it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        # Gives up after ten seconds with an OSError; the lock is never held for as long.
+        msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _taken(name: str) -> RegistryError:

@@ -23,9 +23,10 @@ def delta(patch, strength, schedule, layer, position, prompt_length):
     return total
 
 
-def logits(model, ids, prompt_length, patches):
+def logits(model, ids, prompt_length, patches, blocks=None):
     """Logits [positions, vocabulary] of one sequence; `patches` lists (patch, strength, schedule)."""
     handles = []
+    blocks = model.model.layers if blocks is None else blocks
     layers = {item.layer for patch, _, _ in patches for item in patch.manifest.interventions}
     for layer in layers:
         rows = [
@@ -36,9 +37,11 @@ def logits(model, ids, prompt_length, patches):
             for p in range(len(ids))
         ]
         edit = torch.stack(rows).float()[None]
-        handles.append(
-            model.model.layers[layer].register_forward_hook(lambda module, args, out, edit=edit: out + edit)
-        )
+
+        def add(module, args, out, edit=edit):
+            return (out[0] + edit, *out[1:]) if isinstance(out, tuple) else out + edit
+
+        handles.append(blocks[layer].register_forward_hook(add))
     try:
         with torch.no_grad():
             return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
@@ -47,8 +50,8 @@ def logits(model, ids, prompt_length, patches):
             handle.remove()
 
 
-def logprobs(model, prompt_ids, token_ids, patches):
+def logprobs(model, prompt_ids, token_ids, patches, blocks=None):
     """Log-probabilities of each generated token, float [tokens, vocabulary], teacher-forced."""
     ids = [*prompt_ids, *token_ids]
-    out = logits(model, ids, len(prompt_ids), patches)
+    out = logits(model, ids, len(prompt_ids), patches, blocks)
     return torch.log_softmax(out[len(prompt_ids) - 1 : -1], dim=-1)
