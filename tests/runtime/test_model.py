@@ -53,11 +53,18 @@ def test_a_hub_reference_goes_to_the_hub(model, monkeypatch, tmp_path):
 
     def fetch(ref):
         asked.append(ref)
-        return model.registry.install_file(path)
+        return model.registry.install_file(path, source={"repo": "owner/formal", "file": "a.brainpatch"})
 
     monkeypatch.setattr(model.registry, "install_from_hub", fetch)
     assert model.install("owner/formal").name == "formal"
     assert asked == ["owner/formal"]
+    # The next time it is here already.
+    assert model.install("owner/formal").name == "formal"
+    assert model.install("owner/formal:a.brainpatch").name == "formal"
+    assert asked == ["owner/formal"]
+    model.registry.uninstall("formal")
+    assert model.install("owner/formal").name == "formal"
+    assert len(asked) == 2
 
 
 def test_a_handle_is_a_dial(model):

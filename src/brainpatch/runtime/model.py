@@ -97,8 +97,17 @@ class BrainPatchedModel:
 
             if error.code != "BP302" or not is_hub_reference(ref):
                 raise
-            return self.registry.install_from_hub(ref).load()
+            return self._from_hub(ref)
         return load_patch(path)
+
+    def _from_hub(self, ref: str) -> LoadedPatch:
+        """A hub's patch: the one that was fetched before, or fetched and put into the registry now."""
+        repo, _, file = ref.partition(":")
+        for installed in self.registry.list_patches():
+            source = installed.source
+            if source.get("repo") == repo and file in ("", source.get("file")):
+                return installed.load()
+        return self.registry.install_from_hub(ref).load()
 
     def patch(self, name: str) -> PatchHandle:
         """The handle of an installed patch."""
