@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brainpatch.errors import (
-    CompileError,
     PatchExistsError,
     PatchFormatError,
     PatchLoadError,
@@ -29,17 +28,11 @@ from brainpatch.patch import (
     Intervention,
     LoadedPatch,
     Manifest,
-    ModelDescriptor,
-    check_compatibility,
     load_patch,
     patch_size_report,
     save_patch,
 )
-from brainpatch.patch import atomic as atomic_module
-from brainpatch.patch.atomic import write_atomically
-from brainpatch.patch.compiler import compile_from_vectors
 from brainpatch.patch.file import load_patch_bytes, patch_bytes
-from brainpatch.patch.identity import meaning_digest
 from brainpatch.patch.tensors import vector
 from tests.factories import make_patch
 
@@ -323,108 +316,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         assert caught.value.code == "BP122"
         assert isinstance(caught.value, OSError)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace", "link"])
-def test_a_failure_at_any_step_keeps_the_old_file(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "x"
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    if step == "replace":
-        monkeypatch.setattr(Path, "replace", fail)
-    else:
-        monkeypatch.setattr(atomic_module.os, step, fail)
-    overwrite = step == "replace"
-    if overwrite:
-        target.write_bytes(b"old")
-    with pytest.raises(PatchWriteError, match="No space left"):
-        write_atomically(target, b"new", overwrite=overwrite)
-    monkeypatch.undo()
-    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([b"old"] if overwrite else [])
-
-
-def test_without_hard_links_a_file_is_moved_into_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(atomic_module.os, "link", unsupported)
-    write_atomically(tmp_path / "x", b"new", overwrite=False)
-    assert (tmp_path / "x").read_bytes() == b"new"
-    looks = iter([False, True])  # another process comes between
-    monkeypatch.setattr(atomic_module.os.path, "lexists", lambda path: next(looks))
-    with pytest.raises(PatchExistsError):
-        write_atomically(tmp_path / "x", b"other", overwrite=False)
-    assert (tmp_path / "x").read_bytes() == b"new"
-
-
-# --- digests, compiler, compatibility ---------------------------------------------------------
-
-
-def test_the_meaning_digest_is_the_documented_layout() -> None:
-    patch = simple(schedule={"0": 1, "9": 0.5})
-    expected = b"brainpatch meaning 1\n" + struct.pack("<d", 8.0)
-    expected += struct.pack("<I", 2) + struct.pack("<Id", 0, 1.0) + struct.pack("<Id", 9, 0.5)
-    expected += struct.pack("<I", 2)
-    for layer, site, coefficient, key in ((1, 0, 0.5, "v"), (2, 1, 1.0, "w")):
-        expected += struct.pack("<IBdI", layer, site, coefficient, 4)
-        expected += np.array(patch.vectors[key].data, "<f4").tobytes()
-    assert meaning_digest(patch) == hashlib.sha256(expected).hexdigest()
-
-
-def test_the_meaning_digest_ignores_what_changes_nothing() -> None:
-    base = meaning_digest(simple())
-    assert meaning_digest(simple(name="q", description="other", default_strength=0.5)) == base
-    half = simple()
-    half.vectors = {key: vector(list(tensor.data), "F64") for key, tensor in half.vectors.items()}
-    assert meaning_digest(half) == base
-    for other in (simple(seed=1), simple(max_abs_strength=2.0), simple(schedule={"0": 2})):
-        assert meaning_digest(other) != base
-
-
-def test_compile_from_vectors(tmp_path: Path) -> None:
-    model = BaseModelSpec("m", "A", 3, 2)
-    path = compile_from_vectors("p", {"v": [1.0, 2.0, 3.0]}, [Intervention(1, "v")], model, tmp_path / "p.x")
-    loaded = load_patch(path)
-    assert loaded.vectors["v"].dtype == "F16"
-    assert loaded.manifest.max_abs_strength == 8.0
-    for vectors, items, said in (
-        ({}, [Intervention(1, "v")], "at least one"),
-        ({"v": [1.0] * 3}, [], "at least one"),
-        ({"v": [1e6] * 3}, [Intervention(1, "v")], "BP118"),
-    ):
-        with pytest.raises(CompileError, match=said) as caught:
-            compile_from_vectors("p", vectors, items, model, tmp_path / "q")
-        assert caught.value.code == "BP603"
-        assert isinstance(caught.value, RuntimeError)
-
-
-def test_compatibility_reports_every_difference() -> None:
-    manifest = simple(base_model=BaseModelSpec("m", "A", 4, 4, "rev")).manifest
-    same = ModelDescriptor("m", 4, 4, "A", "rev")
-    assert check_compatibility(manifest, same).to_dict() == {
-        "ok": True,
-        "mode": "strict",
-        "errors": [],
-        "warnings": [],
-    }
-    other = ModelDescriptor("n", 5, 2, "B", "other")
-    counts = {
-        mode: check_compatibility(manifest, other, mode=mode) for mode in ("strict", "architecture", "unsafe")
-    }
-    assert [len(report.errors) for report in counts.values()] == [6, 4, 2]
-    assert len(check_compatibility(manifest, ModelDescriptor("m", 4, 4, "A")).warnings) == 1
-    with pytest.raises(ValueError, match="hidden_size") as caught:
-        counts["unsafe"].raise_if_failed()
-    assert caught.value.code == "BP201"
-    with pytest.raises(ValueError, match="lax") as unknown:
-        check_compatibility(manifest, same, mode="lax")
-    assert unknown.value.code == "BP202"
 
 
 def test_reading_a_good_file_warns_of_nothing() -> None:

@@ -220,6 +220,22 @@ def test_a_field_is_refused(key: str, value: Any, code: str, data: dict[str, Any
     _refused(code, data)
 
 
+def test_layers_and_ids_are_checked_against_each_other(data: dict[str, Any]) -> None:
+    data["interventions"][0]["layer"] = 4
+    assert "layer 4" in _refused("BP111", data)
+    data["interventions"][0]["layer"] = 1
+    data["interventions"][0]["id"] = data["interventions"][1]["id"] = "a"
+    assert '"a" is there twice' in _refused("BP111", data)
+
+
+def test_provenance_is_bounded_in_bytes(data: dict[str, Any]) -> None:
+    data["provenance"] = {"x": "é" * 8187}
+    assert len(json.dumps(data["provenance"], ensure_ascii=False).encode()) == 16383
+    Manifest.from_dict(data)
+    data["provenance"]["x"] += "é"
+    assert _refused("BP115", data).startswith("16385 bytes")
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "num_layers"])
 def test_the_geometry_is_required(key: str, data: dict[str, Any]) -> None:
     del data["base_model"][key]

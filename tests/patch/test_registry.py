@@ -205,6 +205,11 @@ def test_links_are_not_followed_out_of_the_folder(registry, make, tmp_path):
     registry.install_file(make(seed=1), overwrite=True)
     assert not link.is_symlink()
     assert outside.read_bytes() == before
+    link.unlink()
+    link.symlink_to(tmp_path / "missing")
+    (registry.patches_dir / "formal.source.json").write_text("{}")
+    refused("BP301", registry.install_file, outside)
+    assert (registry.patches_dir / "formal.source.json").exists()
     # The same for the record; and removing removes a link, not its target.
     registry.path_for("other").write_bytes(before)
     assert registry.get("other").source == {}
@@ -311,6 +316,28 @@ def test_the_lock_of_windows(registry, make, monkeypatch):
 
     fake.locking = busy
     refused("BP307", registry.install_file, make(), overwrite=True)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_killed_at_any_write_no_patch_has_the_record_of_another(registry, make, monkeypatch, at):
+    class Killed(BaseException):
+        pass
+
+    registry.install_file(make(seed=0))
+    write = module.write_atomically
+    writes = []
+
+    def die(path, data, *, overwrite):
+        writes.append(path)
+        if len(writes) == at:
+            raise Killed
+        write(path, data, overwrite=overwrite)
+
+    monkeypatch.setattr(module, "write_atomically", die)
+    with pytest.raises(Killed):
+        registry.install_file(make(seed=1), overwrite=True)
+    assert registry.get("formal").path.read_bytes() == make(seed=at - 1).read_bytes()
+    assert registry.get("formal").source == {}
 
 
 def test_leftovers_of_a_killed_install_are_swept(registry, make):

@@ -153,6 +153,11 @@ def test_the_largest_numbers_are_fine_alone_and_not_together(dtype: str, largest
         vector([largest] * 100, dtype)
 
 
+def test_the_first_double_that_overflows_float32_is_no_element() -> None:
+    with pytest.raises(PatchFormatError, match="an element is"):
+        vector([2.0**128 - 2.0**103], "F64")
+
+
 def test_bf16_rounds_to_nearest_even() -> None:
     one, step = 0x3F80, 2.0**-7
     tensor = vector([1.0, 1 + step / 2, 1 + 3 * step / 2, 1 + step * 0.51, -(1 + step * 0.49)], "BF16")

@@ -30,7 +30,8 @@ class Family:
 
     `paths`: where the block list is in transformers, the causal class first, then wrappers around it.
     `vllm_form` None: vLLM has no such family. `padded`: whether rows of different lengths may share a batch,
-    padded on the left; recurrent blocks carry padding into their state. `refused`: why it cannot be patched.
+    padded on the left; recurrent blocks carry padding into their state, and attention that looks both ways
+    within the prompt sees it. `refused`: why it cannot be patched.
     """
 
     model_type: str
@@ -48,8 +49,10 @@ _GPT = ("transformer.h",)
 _STREAMS = "its blocks carry several residual streams at once, and an edit of one is not an edit of the sum"
 
 
-def _wrapper(model_type: str, *paths: str, vllm_path: str = "language_model.model.layers") -> Family:
-    return Family(model_type, paths or _WRAPPED, vllm_path=vllm_path)
+def _wrapper(
+    model_type: str, *paths: str, vllm_path: str = "language_model.model.layers", padded: bool = True
+) -> Family:
+    return Family(model_type, paths or _WRAPPED, vllm_path=vllm_path, padded=padded)
 
 
 _TABLE: tuple[Family, ...] = (
@@ -91,7 +94,7 @@ _TABLE: tuple[Family, ...] = (
     Family("llama4_text", ("model.layers", "language_model.model.layers")),
     Family("mamba", ("backbone.layers",), vllm_path="backbone.layers", padded=False),
     Family("mamba2", ("backbone.layers",), vllm_path="backbone.layers", padded=False),
-    Family("minimax", vllm_form=None),
+    Family("minimax", vllm_form=None, padded=False),
     Family("ministral3"),
     Family("mistral", _BOTH),
     Family("mixtral"),
@@ -120,6 +123,11 @@ _TABLE: tuple[Family, ...] = (
     Family("starcoder2", vllm_form="HFB"),
     Family("xglm", vllm_form=None),
     Family("zamba2", vllm_form="ONE", padded=False),
+    # Text models that exist inside their wrapper alone.
+    Family("glm4v_text", _WRAPPED),
+    Family("qwen2_5_vl_text", _WRAPPED),
+    Family("qwen2_vl_text", _WRAPPED),
+    Family("qwen3_vl_text", _WRAPPED),
     # Wrappers around a text model: images or audio beside it. Their text family's form holds.
     _wrapper("cohere2_vision"),
     _wrapper("gemma3"),
@@ -130,7 +138,7 @@ _TABLE: tuple[Family, ...] = (
     _wrapper("llama4", "language_model.model.layers", "model.layers"),
     _wrapper("llava"),
     _wrapper("mistral3"),
-    _wrapper("paligemma"),
+    _wrapper("paligemma", padded=False),
     _wrapper("qwen2_5_vl"),
     _wrapper("qwen2_vl"),
     _wrapper("qwen3_5", "model.language_model.layers", "model.layers"),
@@ -202,8 +210,12 @@ def context_length(config: Any) -> int | None:
 
 
 def can_be_padded(config: Any) -> bool:
-    """Whether rows of different lengths may share a batch. An unknown family is taken for one that can."""
-    return all(family.padded for family in families_of(config))
+    """Whether rows of different lengths may share a batch.
+
+    A text model that is not in the table is taken for one that cannot: that costs time, and the other mistake
+    would cost right answers without a word.
+    """
+    return text_config(config).model_type in FAMILIES and all(f.padded for f in families_of(config))
 
 
 def refuse_unfit(config: Any) -> None:
@@ -261,11 +273,13 @@ def markdown_table() -> str:
             "",
             "Where each family keeps its decoder blocks in transformers, what a block returns there and in",
             "vLLM (see [vLLM](vllm.md) for the forms), whether rows of different lengths share a batch, and",
-            "whether it can be patched. The engines confirm it by a proof at load. `tests/backends` runs the",
-            "families that can be built small, with random weights; `tests/engines/vllm` runs each form.",
+            "whether it can be patched. The engines confirm it by a proof at load. `tests/backends` runs every",
+            "family that is not refused on Transformers, small and with random weights; `tests/engines/vllm`",
+            "runs each form.",
             "",
-            "Encoder-decoder models are refused. A family that is not listed is looked for at the usual",
-            'places; when that fails, say where: `families.register(Family("name", paths=("a.b",)))`.',
+            "Encoder-decoder models are refused. A family that is not listed is looked for at the usual places,",
+            "and only rows of equal length share a batch. Register it to say where its blocks are, and that it",
+            'can be padded: `families.register(Family("name", paths=("a.b",)))`.',
             "",
             "| family | blocks | returns | in vLLM | padded batches | patched |",
             "|---|---|---|---|---|---|",

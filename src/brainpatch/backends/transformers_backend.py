@@ -311,7 +311,8 @@ class TransformersBackend(BrainPatchBackend):
 
         def started(sampler: Sampler, edits: Edits) -> None:
             samplers.append(sampler)
-            sampler.cancelled = closed.is_set()
+            if closed.is_set():  # before the sampler was there to be told
+                sampler.cancelled = True
 
         def work() -> None:
             try:

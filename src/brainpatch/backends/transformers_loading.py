@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -136,40 +137,90 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def prove(model: Any, blocks: Any) -> int:
-    """The width of the residual stream, after a proof on three tokens that an edit reaches the logits.
+    """The width of the residual stream, after a proof on three tokens.
 
-    BP504 when a block does not return one stream [rows, columns, width]; BP506 when an edit is without effect.
+    A first pass shows that each block runs once and returns one stream [rows, columns, width], and that this is
+    what the next block gets: else BP504. A second one shows that an edit as large as the stream enters the next
+    block as it is, and moves the logits: else BP506.
     """
     import torch
 
     ids = torch.tensor([[1, 2, 3]], device=model.device)
-    outputs: list[Any] = []
-    middle = len(blocks) // 2
-    handle = blocks[middle].register_forward_hook(lambda module, arguments, output: outputs.append(output))
-    try:
-        with torch.no_grad():
-            plain = model(input_ids=ids, use_cache=False).logits
-    finally:
-        handle.remove()
-    if len(outputs) != 1:
-        raise EngineError("BP504", f"block {middle} ran {len(outputs)} times in one forward pass")
-    stream = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    if not isinstance(stream, torch.Tensor) or stream.ndim != 3 or stream.shape[:2] != ids.shape:
-        found = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
-        raise EngineError("BP504", f"block {middle} returns {found}, not one stream [rows, columns, width]")
+    entering, leaving, plain = _pass(model, blocks, ids, {})
+    for layer, outputs in enumerate(leaving):
+        if len(outputs) != 1:
+            raise EngineError("BP504", f"block {layer} ran {len(outputs)} times in one forward pass")
+        stream = outputs[0]
+        if not isinstance(stream, torch.Tensor) or stream.ndim != 3 or stream.shape[:2] != ids.shape:
+            found = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
+            raise EngineError(
+                "BP504", f"block {layer} returns {found}, not one stream [rows, columns, width]"
+            )
+        if layer and not _among(leaving[layer - 1][0], entering[layer]):
+            raise EngineError("BP504", f"what block {layer - 1} returns is not what block {layer} gets")
+    layer = (len(blocks) - 1) // 2  # one that has a next, where there are two
+    stream = leaving[layer][0]
     generator = torch.Generator().manual_seed(0)
     edit = torch.randn(stream.shape[-1], generator=generator).to(stream.device, stream.dtype)
     edit *= stream[0, -1].norm() / edit.norm()
-
-    def add(module: Any, arguments: Any, output: Any) -> Any:
-        return (output[0] + edit, *output[1:]) if isinstance(output, tuple) else output + edit
-
-    handle = blocks[middle].register_forward_hook(add)
-    try:
-        with torch.no_grad():
-            edited = model(input_ids=ids, use_cache=False).logits
-    finally:
-        handle.remove()
+    entering, _, edited = _pass(model, blocks, ids, {layer: edit})
+    if len(blocks) > 1 and not _among(stream + edit, entering[layer + 1]):
+        raise EngineError("BP506", f"an edit at block {layer} does not reach block {layer + 1} as it is")
     if torch.equal(plain, edited):
-        raise EngineError("BP506", f"an edit at block {middle} as large as the stream changes no logit")
+        raise EngineError("BP506", f"an edit at block {layer} as large as the stream changes no logit")
     return int(stream.shape[-1])
+
+
+def _pass(
+    model: Any, blocks: Any, ids: Any, edits: Mapping[int, Any]
+) -> tuple[list[list[Any]], list[list[Any]], Any]:
+    """One forward pass: the tensors given to each block, each block's streams before `edits`, and the logits."""
+    import torch
+
+    thread = threading.get_ident()
+    entering: list[list[Any]] = [[] for _ in blocks]
+    leaving: list[list[Any]] = [[] for _ in blocks]
+
+    def before(layer: int) -> Callable[..., None]:
+        def hook(module: Any, arguments: Any, keywords: Any) -> None:
+            if threading.get_ident() == thread:
+                given = (*arguments, *keywords.values())
+                entering[layer] += [value for value in given if isinstance(value, torch.Tensor)]
+
+        return hook
+
+    def after(layer: int) -> Callable[..., Any]:
+        def hook(module: Any, arguments: Any, output: Any) -> Any:
+            if threading.get_ident() != thread:
+                return None
+            stream = output[0] if isinstance(output, tuple) else output
+            leaving[layer].append(stream)
+            if layer not in edits:
+                return None
+            edited = stream + edits[layer]
+            return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+        return hook
+
+    handles = []
+    try:
+        for layer, block in enumerate(blocks):
+            handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
+            handles.append(block.register_forward_hook(after(layer)))
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return entering, leaving, logits
+
+
+def _among(stream: Any, tensors: Sequence[Any]) -> bool:
+    """Whether `stream` is one of the tensors, number for number; they may be on another device."""
+    import torch
+
+    return any(
+        torch.allclose(tensor.to(stream.device), stream, rtol=0, atol=0, equal_nan=True)
+        for tensor in tensors
+        if tensor.shape == stream.shape and tensor.dtype == stream.dtype
+    )

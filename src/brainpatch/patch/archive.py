@@ -224,13 +224,11 @@ def _member_name(raw: bytes) -> str:
     raise PatchLoadError("BP105", f'"{shown}" does not belong into a patch')
 
 
+_PICKLES: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _OTHER_KINDS: Final = (
     (b"version https://git-lfs", "a git-lfs pointer, not the file it points to", "Run `git lfs pull`."),
     (b"\x1f\x8b", "a gzip stream", "Unpack it first; what is inside may be the patch."),
-    (b"\x80\x02", "a Python pickle. Pickles are never opened here", None),
-    (b"\x80\x03", "a Python pickle. Pickles are never opened here", None),
-    (b"\x80\x04", "a Python pickle. Pickles are never opened here", None),
-    (b"\x80\x05", "a Python pickle. Pickles are never opened here", None),
+    (_PICKLES, "a Python pickle. Pickles are never opened here", None),
     (b"GGUF", "a GGUF file", "`brainpatch convert` makes patches of other tools' files."),
     (b"\x93NUMPY", "a NumPy array", "`brainpatch convert` makes patches of other tools' files."),
 )

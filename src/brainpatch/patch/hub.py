@@ -85,7 +85,7 @@ def fetch(
             "BP106", f"{visible(file)} has {size} bytes; at most {MAX_ARCHIVE_BYTES} are allowed"
         )
     source = f"{repo}:{file}"
-    if cached := cache.patch(listing.commit, file, size, source):
+    if cached := cache.patch(listing.commit, file, source):
         data, patch = cached
     elif hub is None:
         raise RegistryError("BP306", f"{visible(source)} is not in the cache, or is damaged there")
@@ -149,19 +149,16 @@ class _Cache:
             raise RegistryError("BP306", f"{self.repo}{at} is not in the cache") from None
         return listing
 
-    def patch(
-        self, commit: str, file: str, size: int | None, source: str
-    ) -> tuple[bytes, LoadedPatch] | None:
-        """A file's bytes and what they hold, when they are here, of that size and whole.
+    def patch(self, commit: str, file: str, source: str) -> tuple[bytes, LoadedPatch] | None:
+        """A file's bytes and what they hold, when they are here and whole.
 
         Only checked files are kept, so one that is refused was damaged here: as good as absent.
         """
         try:
             data = read_patch_file(self._file_path(commit, file))
-            patch = load_patch_bytes(data, source=source)
+            return data, load_patch_bytes(data, source=source)
         except PatchFormatError:
             return None
-        return (data, patch) if size in (None, len(data)) else None
 
     def keep(self, revision: str | None, listing: _Listing, file: str, data: bytes) -> None:
         """Store what the hub said. A cache that cannot be written (no space) does not stop an install."""
