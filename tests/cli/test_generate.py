@@ -95,7 +95,13 @@ def test_run_passes_options_on(brainpatch, fake, patch_file):
     assert len(document["digest"]) == 64
     config = fake[0].seen[0].config
     assert (config.max_new_tokens, config.temperature, config.seed) == (7, 0.5, 3)
-    assert fake[0].arguments == {"revision": None, "dtype": "auto", "device": "cpu", "model_id": "x"}
+    assert fake[0].arguments == {
+        "model": "m",
+        "revision": None,
+        "dtype": "auto",
+        "device": "cpu",
+        "model_id": "x",
+    }
 
 
 def test_run_reads_a_prompt_from_stdin(brainpatch, fake, monkeypatch):

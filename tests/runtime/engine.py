@@ -8,7 +8,9 @@ from typing import Any
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.backend import BrainPatchBackend
 from brainpatch.runtime.capabilities import Capabilities
-from brainpatch.runtime.requests import Generation, Request
+from brainpatch.runtime.config import GenerationConfig
+from brainpatch.runtime.meaning import ResolvedSet
+from brainpatch.runtime.requests import Generation, Request, TraceRow
 
 
 class RecordingBackend(BrainPatchBackend):
@@ -21,6 +23,8 @@ class RecordingBackend(BrainPatchBackend):
         self.seen: list[Request] = []
         self.changes = 0
         self.frozen = False
+        self.encoded: list[dict[str, Any]] = []
+        self.checked: list[Any] = []
 
     @classmethod
     def is_available(cls) -> tuple[bool, str]:
@@ -34,16 +38,28 @@ class RecordingBackend(BrainPatchBackend):
             dynamic_schedule=True,
             streaming=True,
             per_request_strength=True,
+            trace=True,
         )
 
     def load_model(self, model: Any, **arguments: Any) -> None:
-        self.arguments = arguments
+        self.arguments = {"model": model, **arguments}
 
     def describe_model(self) -> ModelDescriptor:
         return ModelDescriptor("test/model", 4, 4, "Test")
 
     def _encode(self, prompt: Any, *, use_chat_template: bool, system: str | None) -> list[int]:
+        self.encoded.append({"prompt": prompt, "use_chat_template": use_chat_template, "system": system})
         return [len(prompt)]
+
+    def _check_config(self, config: GenerationConfig) -> None:
+        self.checked.append(config)
+
+    def _check_patches(self, patches: ResolvedSet) -> None:
+        self.checked.append(patches.to_mapping())
+
+    def _run_trace(self, request: Request) -> list[TraceRow]:
+        self.seen.append(request)
+        return []
 
     def _before_patches_change(self) -> None:
         if self.frozen:

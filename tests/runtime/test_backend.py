@@ -12,9 +12,12 @@ from brainpatch.errors import (
     RequestError,
     UnknownPatchError,
 )
+from brainpatch.patch.manifest import BaseModelSpec
 from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime.backend import BrainPatchBackend
+from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
+from brainpatch.runtime.meaning import resolve_edits
 from tests.factories import make_patch
 from tests.runtime.engine import RecordingBackend
 
@@ -215,11 +218,66 @@ def test_a_stream_is_checked_at_once_and_yields(backend):
     assert list(backend.stream("a", patches={})) == ["{}"]
 
 
-def test_trace_needs_the_capability(backend):
+def test_what_an_engine_cannot_do_is_checked_before_it_works(backend):
+    backend.install_patch(patch(max_abs_strength=3.0))
+    assert backend.checked == [{"formal": 3.0}]  # at its largest, so that a default of 0 hides nothing
+    config = GenerationConfig(max_new_tokens=4)
+    backend.generate("a", config, patches={"formal": 2})
+    assert backend.checked[1:] == [config, {"formal": 2.0}]
+
+
+def test_a_request_warns_of_a_clamped_strength_in_the_engines_name(backend):
+    backend.install_patch(patch())
+    with pytest.warns(UserWarning, match=r"\[brainpatch:recording\] formal: strength 50 .* clamped to 8"):
+        backend.generate("a", patches={"formal": 50})
+
+
+def test_a_mode_for_one_patch_goes_before_the_engines(backend):
+    stranger = patch(base_model=BaseModelSpec("other/model", "Test", 4, 4))
+    with pytest.raises(PatchCompatibilityError, match="other/model"):
+        backend.install_patch(stranger)
+    with pytest.warns(UserWarning, match="other/model"):
+        backend.install_patch(stranger, mode="architecture")
+    backend.compatibility_mode = "unsafe"
+    with pytest.raises(PatchCompatibilityError):
+        backend.install_patch(stranger, mode="strict")
+
+
+def test_an_author_who_says_nothing_of_engines_is_no_warning(backend, recwarn):
+    backend.install_patch(patch())
+    backend.install_patch(patch("b", compatibility={"recording": {"status": "verified"}}))
+    assert len(recwarn) == 0
+    with pytest.warns(UserWarning, match="implemented"):
+        backend.install_patch(patch("c", compatibility={"recording": {"status": "implemented"}}))
+
+
+def test_edits_are_those_at_index_0_unless_told(backend):
+    backend.install_patch(patch("off"), enabled=False)
+    backend.install_patch(patch(schedule=StrengthSchedule({0: 1.0, 1: 0.0})))
+    assert backend.resolve_edits() == [(1, "residual_post", "v", 2.0, "formal")]
+    assert backend.active_layers() == [1]
+    assert backend.resolve_edits(1) == []
+    assert resolve_edits(backend.patches.values()) == backend.resolve_edits(0)
+
+
+def test_without_a_model_the_engine_is_named(backend):
+    error = backend._nothing_loaded()
+    assert (error.code, "recording" in error.reason) == ("BP407", True)
+
+
+def test_trace_needs_the_capability(backend, monkeypatch):
+    monkeypatch.setattr(type(backend), "capabilities", classmethod(lambda cls: Capabilities("recording")))
     with pytest.raises(CapabilityError, match="trace") as caught:
         backend.trace("a")
     assert caught.value.code == "BP502"
     assert isinstance(caught.value, NotImplementedError)
+
+
+def test_a_trace_follows_one_answer(backend):
+    assert backend.trace("a", patches={}) == []
+    with pytest.raises(RequestError) as caught:
+        backend.trace("a", GenerationConfig(n=2))
+    assert caught.value.code == "BP404"
 
 
 def test_an_engine_without_text_says_so(backend):

@@ -121,6 +121,40 @@ def test_segments_are_ascending_disjoint_and_never_empty(patches, prompt_length,
 def test_padding_gets_nothing():
     resolved = resolve({"p": 1}, {"p": ActivePatch(make_patch([{"layer": 1}]))})
     assert resolved.segments(1, -3, 5, 2) == [(0, 2, (1.0,))]
+    assert resolved.segments(1, -3, 2, 2) == []
+    assert resolved.segments(1, -3, 3, 2) == []
+    sited = resolve({"p": 1}, {"p": ActivePatch(make_patch([{"layer": 1, "site": "prompt"}]))})
+    assert sited.segments(1, -3, 6, 2) == [(0, 2, (1.0,))]
+    assert sited.segments(1, -3, 3, 2) == []
+    assert sited.coefficients(1, np.array([-2, -1, 0, 1, 2]), 2).tolist() == [
+        [0.0],
+        [0.0],
+        [1.0],
+        [1.0],
+        [0.0],
+    ]
+
+
+def test_opposite_edits_are_still_edits_and_zero_ones_none():
+    cancelled = make_patch([{"layer": 1, "coefficient": 1.0}, {"layer": 1, "coefficient": -1.0}])
+    resolved = resolve({"p": 1}, {"p": ActivePatch(cancelled)})
+    assert resolved.segments(1, 0, 2, 1) == [(0, 2, (1.0, -1.0))]
+    assert resolved.sum(1, (1.0, -1.0)).tolist() == [0.0] * HIDDEN
+    small = resolve({"p": 1e-7}, {"p": ActivePatch(make_patch([{"layer": 1, "coefficient": 2e-6}]))})
+    assert small.is_empty
+
+
+def test_a_set_without_its_prompt_edits():
+    items = [
+        {"layer": 0},
+        {"layer": 1, "site": "prompt", "vector": "w"},
+        {"layer": 2, "site": "continuation", "vector": "x"},
+    ]
+    active = ActivePatch(make_patch(items), schedule=StrengthSchedule({0: 1.0, 3: 2.0}))
+    later = resolve({"p": 0.5}, {"p": active}).continuation_only()
+    assert later.layers == (0, 2)
+    assert later.segments(0, 0, 8, 4) == [(4, 7, (0.5,)), (7, 8, (1.0,))]
+    assert later.to_mapping() == resolve({"p": 0.5}, {"p": active}).to_mapping()
 
 
 def test_a_constant_patch_is_one_segment():
@@ -207,7 +241,7 @@ def digest(changes=(), *, strength=1.0, schedule=None, name="p", seed=0, twice=F
 
 def test_the_digest_is_stable():
     assert digest() == digest()
-    assert digest() == "1a" or len(digest()) == 64
+    assert len(digest()) == 64
 
 
 def test_the_digest_ignores_names():

@@ -6,7 +6,6 @@ import pytest
 
 from brainpatch import BrainPatchedModel, GenerationConfig, PatchRegistry, save_patch
 from brainpatch.errors import PatchFormatError, RegistryError
-from brainpatch.runtime import discovery
 from brainpatch.runtime.capabilities import Capabilities
 from tests.factories import make_patch
 from tests.runtime.engine import RecordingBackend
@@ -116,6 +115,9 @@ def test_compare_uses_all_installed_ones_and_leaves_states(model):
     assert [model.patch(name).enabled for name in "ab"] == [True, False]
 
 
+CONFIG = GenerationConfig(max_new_tokens=2)
+
+
 class Published(RecordingBackend):
     """An engine as the published API has it: no per-request patches, `generate` takes no `patches`."""
 
@@ -124,7 +126,8 @@ class Published(RecordingBackend):
         return Capabilities("published")
 
     def generate(self, prompt, config=None, **keywords):
-        assert "patches" not in keywords
+        assert keywords == {"system": "s"}
+        assert (prompt, config) == ("hi", CONFIG)
         return ",".join(name for name, active in self.patches.items() if active.enabled)
 
 
@@ -132,7 +135,7 @@ def test_compare_on_an_engine_of_the_published_api():
     model = BrainPatchedModel(Published())
     model.install(patch("a"))
     model.install(patch("b", seed=1), enabled=False)
-    assert model.compare("hi") == {"baseline": "", "patched": "a,b"}
+    assert model.compare("hi", CONFIG, system="s") == {"baseline": "", "patched": "a,b"}
     assert [model.patch(name).enabled for name in "ab"] == [True, False]
 
 
@@ -152,7 +155,27 @@ def test_text_calls_pass_everything_on(model):
     assert model.generate_batch(["a", "b"], config, patches=[{}, {"formal": 1}]) == ["{}", "{'formal': 1.0}"]
     assert list(model.stream("hi", config, patches={"formal": 2})) == ["{'formal': 2.0}"]
     assert [g.patches for g in model.generate_detailed(["a"], config)] == [{}]
+    assert model.trace("hi", config, patches={"formal": 3}) == []
+    assert model.backend.seen[-1].patches.to_mapping() == {"formal": 3.0}
     assert all(request.config == config for request in model.backend.seen)
+
+
+def test_every_call_passes_the_chat_arguments_on(model):
+    config = GenerationConfig(max_new_tokens=3)
+    chat = {"use_chat_template": False, "system": "s"}
+    model.generate("a", config, **chat)
+    model.generate_batch(["b"], config, **chat)
+    model.generate_detailed(["c"], config, **chat)
+    list(model.stream("d", config, **chat))
+    model.trace("e", config, **chat)
+    model.compare("f", config, **chat)
+    assert model.backend.encoded == [{"prompt": prompt, **chat} for prompt in "abcdeff"]
+    assert {request.config.max_new_tokens for request in model.backend.seen} == {3}
+    model.backend.encoded.clear()
+    model.generate("a")
+    list(model.stream("d"))
+    model.trace("e")
+    assert model.backend.encoded == [{"prompt": p, "use_chat_template": True, "system": None} for p in "ade"]
 
 
 def test_describe_names_the_model_and_its_patches(model):
@@ -160,7 +183,8 @@ def test_describe_names_the_model_and_its_patches(model):
     about = model.describe()
     assert about["backend"] == "recording"
     assert about["model"] == "test/model"
-    assert about["hidden_size"] == 4
+    assert (about["hidden_size"], about["num_layers"], about["architecture"]) == (4, 4, "Test")
+    assert (about["revision"], about["compatibility_mode"]) == (None, "strict")
     assert [entry["name"] for entry in about["patches"]] == ["formal"]
     assert model.capabilities().name == "recording"
     with model:
@@ -172,13 +196,26 @@ def test_from_pretrained_hands_arguments_to_the_engine(monkeypatch):
     model = BrainPatchedModel.from_pretrained(
         "m", backend="x", device="cpu", dtype="float32", compatibility_mode="unsafe", special=1
     )
-    assert model.backend.arguments == {"revision": None, "dtype": "float32", "device": "cpu", "special": 1}
+    assert model.backend.arguments == {
+        "model": "m",
+        "revision": None,
+        "dtype": "float32",
+        "device": "cpu",
+        "special": 1,
+    }
     assert model.compatibility_mode == "unsafe"
     model.compatibility_mode = "architecture"
     assert model.backend.compatibility_mode == "architecture"
-    plain = BrainPatchedModel.from_pretrained("m")
-    assert plain.backend.arguments == {"revision": None, "dtype": "auto"}
-    assert discovery  # the module that select_backend comes from
+    asked = []
+    monkeypatch.setattr(
+        "brainpatch.runtime.model.select_backend", lambda name: (asked.append(name), RecordingBackend())[1]
+    )
+    registry = PatchRegistry("somewhere")
+    plain = BrainPatchedModel.from_pretrained("m", revision="r", registry=registry)
+    assert plain.backend.arguments == {"model": "m", "revision": "r", "dtype": "auto"}
+    assert (plain.registry, plain.compatibility_mode, asked) == (registry, "strict", ["auto"])
+    BrainPatchedModel.from_pretrained("m", backend="vllm")
+    assert asked == ["auto", "vllm"]
 
 
 def test_the_default_registry_is_found_when_needed(tmp_path, monkeypatch):
