@@ -21,7 +21,7 @@ def test_every_engine_is_reported_in_order():
 
 def test_engines_that_this_release_lacks_say_so():
     state = {s.name: s for s in discovery.available_backends()}["mlx"]
-    assert not state.available
+    assert state.available is False
     assert state.capabilities is None
     assert state.to_dict()["capabilities"] is None
     with pytest.raises(BackendNotAvailable, match="mlx"):
@@ -67,7 +67,10 @@ def test_auto_takes_the_first_available(engines):
     engines(broken=Broken, absent=Absent, recording=RecordingBackend)
     assert isinstance(discovery.select_backend(), RecordingBackend)
     assert not isinstance(discovery.select_backend(), Absent)
-    assert discovery.available_backends()[0].detail == "ValueError: boom"
+    broken, absent, recording = discovery.available_backends()
+    assert (broken.available, broken.detail) == (False, "ValueError: boom")
+    assert (absent.available, recording.available) == (False, True)
+    assert recording.to_dict()["capabilities"]["name"] == "recording"
 
 
 def test_a_named_engine_has_no_substitute(engines):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from brainpatch import BrainPatchedModel, GenerationConfig, PatchRegistry, save_patch
-from brainpatch.errors import PatchFormatError, RegistryError
+from brainpatch import BaseModelSpec, BrainPatchedModel, GenerationConfig, PatchRegistry, save_patch
+from brainpatch.errors import PatchCompatibilityError, PatchFormatError, RegistryError
 from brainpatch.runtime.capabilities import Capabilities
 from tests.factories import make_patch
 from tests.runtime.engine import RecordingBackend
@@ -49,6 +49,8 @@ def test_a_hub_reference_goes_to_the_hub(model, monkeypatch, tmp_path):
     loaded = patch()
     path = save_patch(loaded.manifest, loaded.vectors, tmp_path / "formal.brainpatch")
     asked = []
+    other = patch("other")
+    model.registry.install_file(save_patch(other.manifest, other.vectors, tmp_path / "other.brainpatch"))
 
     def fetch(ref):
         asked.append(ref)
@@ -139,6 +141,20 @@ def test_compare_on_an_engine_of_the_published_api():
     assert [model.patch(name).enabled for name in "ab"] == [True, False]
 
 
+def test_an_engine_of_the_published_api_is_not_given_what_it_does_not_know():
+    model = BrainPatchedModel(Published())
+    model.install(patch("a"))
+    assert model.generate("hi", CONFIG, system="s") == "a"
+
+
+def test_a_mode_for_one_patch_reaches_the_engine(model):
+    stranger = patch(base_model=BaseModelSpec("other/model", "Test", 4, 4))
+    with pytest.raises(PatchCompatibilityError):
+        model.install(stranger)
+    with pytest.warns(UserWarning, match="other/model"):
+        model.install(stranger, compatibility_mode="architecture")
+
+
 def test_states_are_restored_when_generation_fails():
     model = BrainPatchedModel(Published())
     model.install(patch("a"))
@@ -155,6 +171,7 @@ def test_text_calls_pass_everything_on(model):
     assert model.generate_batch(["a", "b"], config, patches=[{}, {"formal": 1}]) == ["{}", "{'formal': 1.0}"]
     assert list(model.stream("hi", config, patches={"formal": 2})) == ["{'formal': 2.0}"]
     assert [g.patches for g in model.generate_detailed(["a"], config)] == [{}]
+    assert model.generate_detailed(["a"], config, patches={"formal": 4})[0].patches == {"formal": 4.0}
     assert model.trace("hi", config, patches={"formal": 3}) == []
     assert model.backend.seen[-1].patches.to_mapping() == {"formal": 3.0}
     assert all(request.config == config for request in model.backend.seen)

@@ -141,7 +141,7 @@ _TABLE: tuple[Family, ...] = (
     _wrapper("paligemma", padded=False),
     _wrapper("qwen2_5_vl"),
     _wrapper("qwen2_vl"),
-    _wrapper("qwen3_5", "model.language_model.layers", "model.layers"),
+    _wrapper("qwen3_5", "model.language_model.layers", "model.layers", padded=False),
     _wrapper("qwen3_vl"),
     _wrapper("smolvlm", "model.text_model.layers", vllm_path="model.text_model.layers"),
     Family("gemma3n", _WRAPPED, refused=_STREAMS),

@@ -145,6 +145,10 @@ def test_closing_a_stream_stops_the_work(backend):
     stream.close()
     assert threads() == []
     assert hooks(backend.model) == 0
+    forgotten = backend.stream(PROMPT, config(max_new_tokens=2000, ignore_eos=True))
+    next(forgotten)
+    del forgotten
+    assert threads() == []
     never_started = backend.stream(PROMPT, config())
     assert threads() == []
     never_started.close()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from brainpatch.backends.transformers_backend import TransformersBackend
 from brainpatch.errors import EngineError, EngineStateError
+from brainpatch.patch.manifest import BaseModelSpec
 from brainpatch.runtime.config import GenerationConfig
+from tests.backends.tiny_models import IdTokenizer
 from tests.engines.transformers.conftest import hooks, patch
+from tests.factories import make_patch
 
 
 def tiny(**changes):
@@ -32,22 +36,9 @@ def tiny(**changes):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-class FakeTokenizer:
-    """As much of a tokenizer as ids need."""
-
-    pad_token_id = eos_token_id = bos_token_id = 0
-    chat_template = None
-
-    def __len__(self):
-        return 64
-
-    def decode(self, ids, **_):
-        return "".join(chr(65 + i % 26) for i in ids)
-
-
 def load(model, **arguments):
     backend = TransformersBackend()
-    backend.load_model(model, tokenizer=FakeTokenizer(), **arguments)
+    backend.load_model(model, tokenizer=IdTokenizer(), **arguments)
     return backend
 
 
@@ -103,8 +94,6 @@ def test_a_model_compiled_after_loading_is_refused_when_patched():
     backend = load(model)
     model.compile()
     small = GenerationConfig(max_new_tokens=1)
-    from tests.factories import make_patch
-
     backend.install_patch(make_patch([{"layer": 0}], hidden=32, layers=2), mode="unsafe", enabled=False)
     with pytest.raises(EngineError) as caught:
         backend.generate([3, 4], small, patches={"p": 1})
@@ -161,6 +150,42 @@ def test_a_block_that_ignores_its_edit_is_found_out():
 
     model.model.forward = deaf
     refused(model, "BP506", "changes no logit")
+
+
+def test_a_block_whose_first_element_is_not_the_stream_is_refused():
+    """A pair (stale, stream), of which the next block reads the second."""
+    model = tiny()
+    for block in model.model.layers:
+        block.register_forward_hook(lambda module, args, out: (args[0], out))
+    reads = [*model.model.layers[1:], model.model.norm]
+    for module in reads:
+        module.register_forward_pre_hook(lambda module, args: (args[0][1], *args[1:]))
+    refused(model, "BP504", "what block 0 returns is not what block 1 gets")
+
+
+def test_a_block_whose_edit_is_lost_on_the_way_is_refused():
+    model = tiny()
+    kept = []
+    first, second = model.model.layers
+    first.register_forward_hook(lambda module, args, out: kept.append(out))
+    second.register_forward_pre_hook(lambda module, args: (kept.pop(), *args[1:]))
+    refused(model, "BP506", "does not reach block 1")
+
+
+def test_two_engines_on_one_model_add_once():
+    model = tiny()
+    engines = [load(model, model_id="test/model") for _ in range(3)]
+    two_vectors = [{"layer": 1, "vector": "a"}, {"layer": 1, "vector": "b", "coefficient": -2.0}]
+    item = make_patch(two_vectors, hidden=32, base_model=BaseModelSpec("test/model", "", 32, 2))
+    for engine in engines:
+        engine.install_patch(item)
+        engine.remove_patch("p")
+        engine.install_patch(item, strength=0.5)
+    expected = 0.5 * np.linalg.norm(item.vector_for("a").float32() - 2 * item.vector_for("b").float32())
+    rows = engines[1].trace([5, 6, 7], GenerationConfig(max_new_tokens=3, ignore_eos=True))
+    assert [(row.layer, row.position) for row in rows] == [(1, position) for position in range(5)]
+    assert all(row.norm == pytest.approx(expected, rel=1e-4) for row in rows)
+    assert hooks(model) == 0
 
 
 def test_a_block_with_several_streams_is_refused():
@@ -240,6 +265,6 @@ def test_a_folder_made_by_hand_needs_no_name(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "llama"
     backend = TransformersBackend()
-    backend.load_model(str(tmp_path), tokenizer=FakeTokenizer())
+    backend.load_model(str(tmp_path), tokenizer=IdTokenizer())
     assert backend.describe_model().model_id == str(tmp_path)
     shutil.rmtree(tmp_path)
