@@ -159,6 +159,27 @@ TEXT: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon-alibi": ("falcon", {**_SHAPE, "alibi": True, "parallel_attn": False}),
+    "falcon-new": ("falcon", {**_SHAPE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_neox-sequential": ("gpt_neox", {**_SHAPE, "use_parallel_residual": False}),
+    "granitemoehybrid-attention": (
+        "granitemoehybrid", {**TEXT["granitemoehybrid"], "layer_types": ["attention"] * LAYERS},
+    ),
+    "nemotron_h-moe": (
+        "nemotron_h",
+        {
+            **TEXT["nemotron_h"], "layers_block_type": ["mamba", "moe", "attention"], "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1, "topk_group": 1,
+        },
+    ),
+    "opt-norm-before": ("opt", {**TEXT["opt"], "word_embed_proj_dim": HIDDEN, "do_layer_norm_before": True}),
+    "qwen2-window": ("qwen2", {**_LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "stablelm-parallel": ("stablelm", {**_EVEN, "use_parallel_residual": True, "qk_layernorm": True}),
+}  # fmt: skip
+"""Other kinds of a family, which its config decides: name -> model_type and shape."""
+
 _VISION = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
@@ -253,10 +274,11 @@ class IdTokenizer:
         return "".join(chr(65 + int(i) % 26) for i in ids)
 
 
-def tiny_model(model_type: str) -> Any:
-    """A model of the family in float32, with weights large enough that every block matters."""
+def tiny_model(name: str) -> Any:
+    """A model of a family or a variant in float32, with weights large enough that every block matters."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**TEXT, **WRAPPERS}[model_type])
+    model_type, shape = VARIANTS[name] if name in VARIANTS else (name, {**TEXT, **WRAPPERS}[name])
+    config = transformers.AutoConfig.for_model(model_type, **shape)
     wrapped = model_type in WRAPPERS
     auto = transformers.AutoModelForImageTextToText if wrapped else transformers.AutoModelForCausalLM
     return _enlivened(auto.from_config(config, dtype=torch.float32))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from brainpatch import load_patch
+from brainpatch import Manifest, default_registry, load_patch, save_patch
+from brainpatch.runtime import discovery
 from tests.cli.conftest import CONTROLS, outside
 
 ATTACKS = Path(__file__).parent.parent / "attacks"
@@ -90,6 +91,79 @@ def test_validate_a_folder_goes_on_after_a_bad_file(brainpatch, patch_file):
     empty = patch_file.parent / "empty"
     empty.mkdir()
     assert brainpatch("validate", empty).status == 0
+
+
+@pytest.mark.filterwarnings("ignore:vectors that no intervention")
+def test_validate_tells_the_warnings_of_each_file(brainpatch, patch_file):
+    loaded = load_patch(patch_file)
+    spare = {**loaded.vectors, "spare": [0.0] * 4}
+    with pytest.warns(UserWarning, match="spare"):
+        paths = [save_patch(loaded.manifest, spare, patch_file.with_name(name)) for name in ("a", "b")]
+    assert len(paths) == 2
+    done = brainpatch("validate", patch_file.parent)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.count("warning: vectors that no intervention uses: spare") == 2
+    results = json.loads(brainpatch("validate", patch_file.parent, "--json").out)
+    assert [len(result["warnings"]) for result in results] == [1, 1, 0]
+
+
+def test_validate_loads_no_model_for_files_that_are_refused(brainpatch, patch_file, monkeypatch):
+    monkeypatch.setattr(discovery, "select_backend", lambda name: pytest.fail("too early"))
+    patch_file.write_bytes(b"x")
+    assert brainpatch("validate", patch_file, "-m", "m").status == 1
+
+
+def test_validate_a_folder_against_a_model_that_is_not_there(brainpatch, patch_file):
+    done = brainpatch("validate", patch_file, "-m", "m", "-b", "nonsense", "--json")
+    assert done.status == 3
+    assert json.loads(done.out)["error"]["code"] == "BP501"
+
+
+def test_a_path_is_taken_as_it_was_written(brainpatch, patch_file, monkeypatch):
+    """`./formal` is a path, also where a patch called `formal` is installed."""
+    monkeypatch.chdir(patch_file.parent)
+    brainpatch("install", patch_file)
+    Path("formal").write_bytes(b"nonsense")
+    assert brainpatch("validate", "formal").status == 0
+    assert brainpatch("validate", "./formal").status == 1
+    assert brainpatch("inspect", "./formal").status == 1
+    assert brainpatch("validate", "x" * 5000).status == 3
+
+
+def test_list_shows_the_name_that_uninstall_takes(brainpatch, patch_file):
+    default_registry().install_file(patch_file, name="other")
+    assert "other  test/model" in brainpatch("list").out
+    row = json.loads(brainpatch("list", "--json").out)[0]
+    assert (row["installed_name"], row["name"]) == ("other", "formal")
+
+
+def test_inspect_says_all_there_is(brainpatch, tmp_path, patch_file):
+    loaded = load_patch(patch_file)
+    manifest = Manifest.from_dict(
+        {
+            **loaded.manifest.to_dict(),
+            "schedule": {"0": 1.0, "20": 0.25},
+            "provenance": {"discovery_method": "caa"},
+            "compatibility": {"vllm": {"status": "experimental"}},
+            "authors": ["A. Person"],
+            "evidence_level": "predictive",
+        }
+    )
+    path = save_patch(manifest, loaded.vectors, tmp_path / "full", readme="# One\n\n" + "x" * 500)
+    out = brainpatch("inspect", path).out
+    for text in (
+        "1 vectors of 16 bytes",
+        "0: 1, 20: 0.25",
+        "predictive (stated by the author",
+        "discovery_method: caa",
+        "vllm: experimental (stated by the author)",
+        "by A. Person",
+        "1 by default, at most 8 either way",
+        "# One\n\nxxx",
+        "… (+107 characters)",
+    ):
+        assert text in out, text
+    assert brainpatch("inspect", path, "--json", "--digest").status == 2
 
 
 def test_validate_tells_a_truncated_file(brainpatch, patch_file):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from brainpatch import __version__, load_patch
+from brainpatch import __version__, load_patch, save_patch
+from brainpatch.cli import learning
 from brainpatch.cli.options import split_strength
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime import discovery
@@ -170,6 +171,81 @@ def test_wrong_values_are_status_2_and_a_code(brainpatch, fake, patch_file, argu
     assert set(document["error"]) == {"code", "title", "reason", "remedy"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "code"),
+    [
+        (["-p", "nobody"], 3, "BP302"),
+        (["-p", "{bad}"], 1, "BP102"),
+        (["-p", "{patch}", "-p", "{patch}"], 2, "BP403"),
+        (["-p", "{patch}@inf"], 2, "BP402"),
+        (["-p", "{patch}", "-s", "nan"], 2, "BP402"),
+        (["-p", "{patch}", "--compatibility", "lax"], 2, "BP202"),
+        (["-p", "{patch}", "--max-tokens", "0"], 2, "BP404"),
+    ],
+)
+@pytest.mark.parametrize("command", [["run", "hi"], ["compare", "--prompt", "hi"], ["trace", "hi"]])
+def test_what_can_be_refused_is_refused_before_a_model_is_loaded(
+    brainpatch, fake, patch_file, command, arguments, status, code
+):
+    bad = patch_file.with_name("bad.brainpatch")
+    bad.write_bytes(b"<html>")
+    filled = [a.replace("{patch}", str(patch_file)).replace("{bad}", str(bad)) for a in arguments]
+    done = brainpatch(*command, "-m", "m", *filled)
+    assert (done.status, done.out) == (status, "")
+    assert f"error: {code} " in done.err
+    assert fake == []
+
+
+@pytest.mark.parametrize(("prompt", "system"), [("", None), ("\udcff", None), ("hi", "\udcff")])
+def test_a_prompt_that_is_no_text_is_status_2(brainpatch, fake, prompt, system):
+    extra = [] if system is None else ["--system", system]
+    done = brainpatch("run", prompt, "-m", "m", *extra)
+    assert (done.status, done.out) == (2, "")
+    assert "error: BP405" in done.err
+    assert fake == []
+
+
+def test_a_patch_of_a_hub_is_fetched_by_the_model(brainpatch, fake, patch_file, monkeypatch):
+    asked = []
+
+    def fetched(self, ref):
+        asked.append(ref)
+        return load_patch(patch_file)
+
+    monkeypatch.setattr("brainpatch.runtime.model.BrainPatchedModel._from_hub", fetched)
+    done = brainpatch("run", "hi", "-m", "m", "-p", "owner/repo@0.5", "--json")
+    assert json.loads(done.out)["patches"] == {"formal": 0.5}
+    assert asked == ["owner/repo"]
+    twins = brainpatch("run", "hi", "-m", "m", "-p", patch_file, "-p", "owner/repo")
+    assert twins.status == 2
+    assert "BP403" in twins.err
+
+
+def test_what_an_engine_prints_is_no_result(brainpatch, fake, monkeypatch):
+    monkeypatch.setattr(FakeBackend, "load_model", lambda self, model, **_: print("noise"))
+    done = brainpatch("run", "hi", "-m", "m", "--json")
+    assert json.loads(done.out)["backend"] == "fake"
+    assert "noise" in done.err
+
+
+def test_trace_writes_null_for_what_json_does_not_have(brainpatch, fake, patch_file, monkeypatch):
+    rows = [TraceRow(1, 0, math.nan, math.inf, "float16")]
+    monkeypatch.setattr(FakeBackend, "_run_trace", lambda self, request: rows)
+    done = brainpatch("trace", "hi", "-m", "m", "-p", patch_file, "--json")
+    assert json.loads(done.out) == [
+        {"layer": 1, "position": 0, "norm": None, "expected": None, "applied_dtype": "float16"}
+    ]
+
+
+def test_options_of_a_chat_reach_the_engine(brainpatch, fake):
+    brainpatch("run", "hi", "-m", "m", "--system", "Be kind.")
+    brainpatch("run", "hi", "-m", "m", "--no-chat-template", "--json")
+    assert [(one["system"], one["use_chat_template"]) for engine in fake for one in engine.encoded] == [
+        ("Be kind.", True),
+        (None, False),
+    ]
+
+
 def test_a_clamped_strength_is_a_warning_on_stderr(brainpatch, fake, patch_file):
     done = brainpatch("run", "hi", "-m", "m", "-p", f"{patch_file}@99", "--json")
     assert json.loads(done.out)["patches"] == {"formal": 8.0}
@@ -182,8 +258,18 @@ def test_a_clamped_strength_is_a_warning_on_stderr(brainpatch, fake, patch_file)
 def test_wrong_use_is_status_2(brainpatch, arguments):
     done = brainpatch(*arguments)
     assert done.status == 2
-    assert done.err.startswith("error: ")
+    assert done.err.startswith("error: wrong use: ")
     assert done.out == ""
+    if arguments[:1] in (["run"], ["learn"]):
+        document = json.loads(brainpatch(*arguments, "--json").out)
+        assert document["error"]["code"] == "usage"
+        assert document["error"]["remedy"] == f"brainpatch {arguments[0]} --help"
+
+
+def test_json_after_a_double_dash_is_a_prompt(brainpatch, fake):
+    FakeBackend.broken = ZeroDivisionError()
+    done = brainpatch("run", "-m", "m", "--", "--json")
+    assert (done.status, done.out) == (1, "")
 
 
 def test_an_interruption_is_status_130(brainpatch, fake):
@@ -196,7 +282,9 @@ def test_an_unexpected_error_has_no_traceback_unless_asked(brainpatch, fake, mon
     FakeBackend.broken = ZeroDivisionError("\x1b[2J")
     done = brainpatch("run", "hi", "-m", "m")
     assert done.status == 1
-    assert "ZeroDivisionError: \\x1b[2J" in done.err
+    assert "error: not expected: ZeroDivisionError: \\x1b[2J" in done.err
+    document = json.loads(brainpatch("run", "hi", "-m", "m", "--json").out)
+    assert document["error"]["code"] == "internal"
     from brainpatch.cli.main import run
 
     monkeypatch.setenv("BRAINPATCH_DEBUG", "1")
@@ -350,11 +438,137 @@ def test_learn_inspect_and_compare_with_the_real_model(brainpatch, model_folder,
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [(["--method", "magic"], "magic"), (["--layers", "x"], "layers 'x'"), (["--backend", "vllm"], "vllm")],
+    ("change", "status", "said"),
+    [
+        (["--method", "magic"], 2, "'magic' is not one of mean-difference"),
+        (["--backend", "vllm"], 2, "'vllm' is not one of transformers"),
+        (["--site", "here"], 2, "'here' is not one of all, prompt, continuation"),
+        (["--position", "first"], 2, "'first' is not one of last"),
+        (["--layers", "x"], 2, "'x' is not like 15, 10-20"),
+        (["--layers", "20-10"], 2, "'20-10' is not like"),
+        (["--layers", "0-99999"], 2, "'0-99999' is not like"),
+        (["--name", "Formal"], 1, "BP113"),
+        (["--coefficient", "nan"], 1, "BP110"),
+        (["--coefficient", "1e9"], 1, "BP110"),
+        (["-o", "there.brainpatch"], 1, "BP121"),
+        (["--pairs", "nobody"], 3, "BP101"),
+        (["--pairs", "there.brainpatch"], 1, "BP601"),
+    ],
 )
-def test_learn_refuses_what_it_cannot(brainpatch, tmp_path, change, said):
-    done = brainpatch("learn", "-m", "m", "--pairs", "p", "--name", "n", "-o", tmp_path / "x", *change)
-    assert done.status == 1
+def test_learn_refuses_before_it_loads_a_model(brainpatch, tmp_path, monkeypatch, change, status, said):
+    monkeypatch.chdir(tmp_path)
+    Path("there.brainpatch").touch()
+    Path("pairs.jsonl").write_text('{"positive": "a", "negative": "b"}\n' * 2)
+    monkeypatch.setattr(discovery, "select_backend", lambda name: pytest.fail("too late"))
+    done = brainpatch("learn", "-m", "m", "--pairs", "pairs.jsonl", "--name", "n", "-o", "x", *change)
+    assert done.status == status
     assert said in done.err
-    assert brainpatch("learn", "-m", "m", "--pairs", tmp_path / "p", "--name", "n", "-o", "x").status == 3
+    assert done.out == ""
+    document = json.loads(
+        brainpatch("learn", "-m", "m", "--pairs", "p", "--name", "n", "-o", "x", *change, "--json").out
+    )
+    assert list(document) == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [("auto", None), ("15", [15]), ("2-4", [2, 3, 4]), ("3,15,3", [3, 15]), ("7-7,0-1", [0, 1, 7])],
+)
+def test_layers_are_numbers_and_ranges(text, blocks):
+    assert learning._layers(text) == blocks
+
+
+def _pipe(*parts):
+    done = subprocess.run(
+        ["bash", "-c", " ".join(map(str, parts))], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_else_can_be_wrong_with_stdin_and_stdout(patch_file):
+    """A closed or full stdout, a reader that went away, a closed stdin, a terminal without the letters."""
+    program = f"{sys.executable} -m brainpatch"
+    loaded = load_patch(patch_file)
+    loaded.manifest.description = "\u00e9t\u00e9"
+    save_patch(loaded.manifest, loaded.vectors, patch_file, overwrite=True)
+    status, _, err = _pipe(program, "inspect", patch_file, "> /dev/full")
+    assert status == 1
+    assert "No space left" in err
+    assert "Exception ignored" not in err
+    assert _pipe(program, "inspect", patch_file, ">&-") == (0, "", "")
+    assert _pipe("set -o pipefail;", program, "inspect", patch_file, "| true") == (141, "", "")
+    status, _, err = _pipe(program, "run - -m x <&-")
+    assert (status, "stdin is closed" in err) == (2, True)
+    status, _, err = _pipe("printf '\\xff' |", program, "run - -m x")
+    assert (status, "BP405" in err) == (2, True)
+    status, out, err = _pipe("PYTHONIOENCODING=ascii", program, "inspect", patch_file)
+    assert (status, err) == (0, "")
+    assert "\\xe9t\\xe9" in out
+
+
+def test_the_shell_can_complete():
+    environment = {"_BRAINPATCH_COMPLETE": "complete_bash", "COMP_WORDS": "brainpatch in", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "brainpatch"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=True,
+    )
+    assert done.stdout.split() == ["install", "inspect"]
+
+
+def test_only_results_reach_stdout(tmp_path):
+    """Whatever an engine, its native libraries or its processes print goes to stderr."""
+    code = """if True:
+        import os, subprocess, sys
+        from brainpatch.cli import output
+        output.claim_stdout()
+        with output.engine_prints_to_stderr():
+            print("python")
+            os.write(1, b"native\\n")
+            subprocess.run([sys.executable, "-c", "print('child')"], check=True)
+            output.say("result \\u20ac")
+        output.say("after")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout == "result \\u20ac\nafter\n"
+    assert sorted(done.stderr.split()) == ["child", "native", "python"]
+
+
+def test_an_interruption_of_a_generation_is_status_130(tmp_path):
+    """A real SIGINT to a real process, while an engine is at work."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        "from brainpatch.runtime import model\n"
+        "from tests.runtime.engine import RecordingBackend\n"
+        "class Slow(RecordingBackend):\n"
+        "    def _run(self, requests):\n"
+        "        print('at work', file=sys.stderr, flush=True)\n"
+        "        time.sleep(60)\n"
+        "model.select_backend = lambda name: Slow()\n"
+        "from brainpatch.__main__ import main\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, program, "run", "hi", "-m", "m"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+    )
+    said = ""
+    while "at work" not in said:
+        said += process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in said + err
+    assert "interrupted" in err

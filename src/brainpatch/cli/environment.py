@@ -30,10 +30,13 @@ def doctor(as_json: JSON = False) -> None:
     else:
         say(f"brainpatch {report['brainpatch_version']}, Python {report['python']}, {report['platform']}")
         installed = ", ".join(report["installed_patches"]) or "none"
-        say(f"registry {report['registry_home']}; installed patches: {installed}\n")
-        say(_states(report["backends"]))
+        say(f"registry {report['registry_home']}; installed patches: {installed}", "")
+        say(*_states(report["backends"]))
         if not usable:
-            say("\nno engine is available: pip install 'brainpatch[transformers]' is the shortest way to one")
+            say(
+                "",
+                "no engine is available: pip install 'brainpatch[transformers]' is the shortest way to one",
+            )
     raise typer.Exit(0 if usable else 3)
 
 
@@ -49,16 +52,16 @@ def backends(as_json: JSON = False) -> None:
     if as_json:
         say_json([state.to_dict() for state in states])
         return
-    say(_states([state.to_dict() for state in states]))
+    say(*_states([state.to_dict() for state in states]))
     able = [state.capabilities for state in states if state.capabilities]
     rows = [(flag, *("yes" if engine.supports(flag) else "-" for engine in able)) for flag in ALL_FLAGS]
-    say("\n" + table(("can", *(engine.name for engine in able)), rows))
+    say("", *table(("can", *(engine.name for engine in able)), rows))
     for engine in able:
         for flag, text in engine.notes.items():
             say(f"{engine.name} {flag}: {text}")
 
 
-def _states(states: list[dict[str, Any]]) -> str:
+def _states(states: list[dict[str, Any]]) -> list[str]:
     rows = [(s["backend"], "yes" if s["available"] else "no", s["detail"]) for s in states]
     width = max(len(row[0]) for row in rows)
-    return "\n".join(f"{name:<{width}}  {usable:<3}  {detail}" for name, usable, detail in rows)
+    return [f"{name:<{width}}  {usable:<3}  {detail}" for name, usable, detail in rows]

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from brainpatch.cli.options import BACKEND, JSON, MODE, MODEL_ID, MODEL_OPTIONAL
-from brainpatch.cli.output import note, say, say_json, table
-from brainpatch.cli.status import exit_status
-from brainpatch.errors import BrainPatchError, PatchLoadError
-from brainpatch.patch.file import LoadedPatch, load_patch, load_patch_bytes, read_patch_file, save_patch
-from brainpatch.patch.limits import MAX_ARCHIVE_BYTES, MAX_MANIFEST_BYTES
+from brainpatch.cli.output import engine_prints_to_stderr, note, say, say_json, say_text, table
+from brainpatch.cli.status import NO, exit_status
+from brainpatch.errors import ERRORS, BrainPatchError, PatchLoadError
+from brainpatch.patch.file import (
+    SUFFIX,
+    LoadedPatch,
+    load_patch,
+    load_patch_bytes,
+    patch_size_report,
+    read_patch_file,
+    save_patch,
+)
+from brainpatch.patch.limits import MAX_ARCHIVE_BYTES, MAX_MANIFEST_BYTES, MAX_README_BYTES
 from brainpatch.patch.registry import default_registry
 from brainpatch.patch.text import visible
+
+if TYPE_CHECKING:
+    from brainpatch.runtime.backend import BrainPatchBackend
 
 _README_EXCERPT = 400
 
@@ -68,36 +82,33 @@ def list_installed(as_json: JSON = False) -> None:
     """
     rows: list[dict[str, Any]] = []
     for entry in default_registry().list_patches():
+        row: dict[str, Any] = {"installed_name": entry.name}
         try:
-            about = entry.load().describe()
+            row |= {**entry.load().describe(), "installed_bytes": entry.size_bytes}
         except BrainPatchError as error:
-            about = {"name": entry.name, "error": {"code": error.code, "reason": error.reason}}
-        rows.append({**about, "installed_bytes": entry.size_bytes})
+            row |= {"name": entry.name, "error": {"code": error.code, "reason": error.reason}}
+        rows.append(row)
     if as_json:
         say_json(rows)
     elif not rows:
         say("no patches are installed")
     else:
-        say(table(("name", "model", "layers", "evidence", "bytes"), [_row(row) for row in rows]))
+        say(*table(("name", "model", "layers", "evidence", "bytes"), map(_row, rows)))
 
 
 def _row(about: dict[str, Any]) -> tuple[Any, ...]:
+    name = about["installed_name"]
     if "error" in about:
-        return about["name"], f"unusable: {about['error']['code']}", "", "", about["installed_bytes"]
+        return name, f"unusable: {about['error']['code']}", "", "", ""
     layers = ",".join(map(str, about["layers"]))
-    return (
-        about["name"],
-        about["base_model"]["model_id"],
-        layers,
-        about["evidence_level"],
-        about["installed_bytes"],
-    )
+    model = about["base_model"]["model_id"]
+    return name, model, layers, about["evidence_level"], about["installed_bytes"]
 
 
 def inspect(
     patch: Annotated[str, typer.Argument(help="An installed name or a path.")],
     digest: Annotated[
-        bool, typer.Option("--digest", help="Show the digest of what the patch means.")
+        bool, typer.Option("--digest", help="Show the digest of what the patch means; not with --json.")
     ] = False,
     as_json: JSON = False,
 ) -> None:
@@ -105,26 +116,34 @@ def inspect(
 
     Example: brainpatch inspect formal.brainpatch
     """
+    if digest and as_json:
+        raise typer.BadParameter("--json prints the manifest alone; leave out --digest")
     path = default_registry().resolve(patch)
     data = read_patch_file(path, MAX_ARCHIVE_BYTES)
     loaded = load_patch_bytes(data, source=str(path))
     if as_json:
         say_json(loaded.manifest.to_dict())
         return
-    say("\n".join(_about(loaded, data)))
+    say(*_about(loaded, data))
     if digest:
         from brainpatch.patch.identity import meaning_digest
 
         say(f"meaning      {meaning_digest(loaded)}")
+    if loaded.readme:
+        more = len(loaded.readme) - _README_EXCERPT
+        say("", "README.md")
+        say_text(loaded.readme[:_README_EXCERPT] + (f"… (+{more} characters)" if more > 0 else ""))
 
 
 def _about(loaded: LoadedPatch, data: bytes) -> list[str]:
     manifest = loaded.manifest
     model = manifest.base_model
+    sizes = patch_size_report(loaded)
     schedule = manifest.schedule
     steps = ", ".join(f"{n}: {value:g}" for n, value in schedule.keyframes.items()) if schedule else ""
     lines = [
-        f"{manifest.name}  (format {manifest.format_version}, {len(data)} bytes)",
+        f"{manifest.name}  (format {manifest.format_version}, {sizes['archive_bytes']} bytes, "
+        f"{sizes['num_vectors']} vectors of {sizes['vector_payload_bytes']} bytes)",
         *([visible(manifest.description, 400)] if manifest.description else []),
         "",
         f"model        {visible(model.model_id)}"
@@ -138,7 +157,7 @@ def _about(loaded: LoadedPatch, data: bytes) -> list[str]:
         + (f", by {visible(', '.join(manifest.authors))}" if manifest.authors else ""),
         f"sha256       {hashlib.sha256(data).hexdigest()}",
         "",
-        table(
+        *table(
             ("layer", "vector", "dtype", "coefficient", "site"),
             [
                 (i.layer, i.vector, loaded.vector_for(i.vector).dtype, f"{i.coefficient:g}", i.site)
@@ -150,13 +169,11 @@ def _about(loaded: LoadedPatch, data: bytes) -> list[str]:
         lines.append(f"provenance   {visible(str(key), 60)}: {visible(str(value))}")
     for engine, status in manifest.compatibility.items():
         lines.append(f"engine       {visible(engine, 40)}: {status['status']} (stated by the author)")
-    if loaded.readme:
-        lines += ["", "README.md", visible(loaded.readme, _README_EXCERPT).replace("\\n", "\n")]
     return lines
 
 
 def validate(
-    target: Annotated[Path, typer.Argument(help="A file, an installed name, or a folder of patches.")],
+    target: Annotated[str, typer.Argument(help="A file, an installed name, or a folder of patches.")],
     model: MODEL_OPTIONAL = None,
     backend: BACKEND = "auto",
     mode: MODE = "strict",
@@ -167,42 +184,69 @@ def validate(
 
     Example: brainpatch validate formal.brainpatch --model MODEL --mode architecture
     """
-    paths = sorted(target.rglob("*.brainpatch")) if target.is_dir() else [target]
-    engine = None
-    if model is not None:
-        from brainpatch.runtime.discovery import select_backend
-
-        engine = select_backend(backend)
-        engine.load_model(model, **({"model_id": model_id} if model_id else {}))
-    results = []
+    is_folder = os.path.isdir(target)  # noqa: PTH112 - unlike Path.is_dir, it never raises
+    paths = sorted(Path(target).rglob(f"*{SUFFIX}")) if is_folder else [default_registry().resolve(target)]
+    results: list[dict[str, Any]] = []
     status = 0
-    for path in paths:
-        result: dict[str, Any] = {"file": str(path), "valid": True, "errors": [], "warnings": []}
-        try:
-            loaded = load_patch(path if path.exists() else default_registry().resolve(str(path)))
-            if engine is not None:
+    with ExitStack() as stack:
+        engine = None
+        for path in paths:
+            result, loaded, found = _checked(path)
+            if loaded is not None and model is not None:
+                if engine is None:
+                    engine = stack.enter_context(_engine(model, backend, model_id))
                 report = engine.validate_patch(loaded, mode=mode)
-                result |= {"valid": report.ok, "errors": report.errors, "warnings": report.warnings}
-                status = status or (0 if report.ok else 1)
-        except BrainPatchError as error:
-            result |= {"valid": False, "code": error.code, "errors": [error.reason], "remedy": error.remedy}
-            status = status or exit_status(error)
-        results.append(result)
-    if engine is not None:
-        engine.unload()
+                result["warnings"] += report.warnings
+                if not report.ok:
+                    result |= _refusal("BP201", report.errors, ERRORS["BP201"].remedy)
+                    found = NO
+            status = status or found
+            results.append(result)
     if as_json:
         say_json(results)
-    else:
+    elif results:
         for result in results:
-            code = f"{result['code']} " if "code" in result else ""
-            say(f"{'valid  ' if result['valid'] else 'INVALID'}  {visible(result['file'])}")
-            for line in result["errors"]:
-                say(f"         {code}{visible(line, 1000)}")
-            for line in result["warnings"]:
-                say(f"         warning: {visible(line, 1000)}")
-        if not results:
-            note(f"no *.brainpatch below {target}")
+            say(*_verdict(result))
+    else:
+        note(f"no *{SUFFIX} below {target}")
     raise typer.Exit(status)
+
+
+def _checked(path: Path) -> tuple[dict[str, Any], LoadedPatch | None, int]:
+    """What is to be said of a file, the patch if it is one, and the exit status."""
+    result: dict[str, Any] = {"file": str(path), "valid": True, "errors": []}
+    loaded, status = None, 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loaded = load_patch(path)
+        except BrainPatchError as error:
+            result |= _refusal(error.code, [error.reason], error.remedy)
+            status = exit_status(error)
+    result["warnings"] = [str(one.message) for one in caught]
+    return result, loaded, status
+
+
+def _refusal(code: str, errors: list[str], remedy: str) -> dict[str, Any]:
+    return {"valid": False, "code": code, "errors": errors, "remedy": remedy}
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+    lines = [f"{'valid  ' if result['valid'] else 'INVALID'}  {visible(result['file'], 1000)}"]
+    lines += [f"         {result['code']} {visible(line, 1000)}" for line in result["errors"]]
+    if not result["valid"]:
+        lines.append(f"         what to do: {result['remedy']}")
+    return lines + [f"         warning: {visible(line, 1000)}" for line in result["warnings"]]
+
+
+def _engine(model: str, backend: str, model_id: str | None) -> BrainPatchBackend:
+    from brainpatch.runtime.discovery import select_backend
+
+    engine = select_backend(backend)
+    note(f"loading {model}")
+    with engine_prints_to_stderr():
+        engine.load_model(model, **({"model_id": model_id} if model_id else {}))
+    return engine
 
 
 def pack(
@@ -220,12 +264,12 @@ def pack(
     from brainpatch.patch import tensors
     from brainpatch.patch.manifest import Manifest
 
-    parsed = Manifest.from_json(_read(manifest, MAX_MANIFEST_BYTES))
-    held, _ = tensors.load(_read(vectors, MAX_ARCHIVE_BYTES))
+    parsed = Manifest.from_json(read_patch_file(manifest, MAX_MANIFEST_BYTES))
+    held, _ = tensors.load(read_patch_file(vectors, MAX_ARCHIVE_BYTES))
     text = None
     if readme is not None:
         try:
-            text = _read(readme, MAX_MANIFEST_BYTES).decode()
+            text = read_patch_file(readme, MAX_README_BYTES).decode()
         except UnicodeDecodeError:
             raise PatchLoadError("BP120", f"{readme} is not UTF-8") from None
     path = save_patch(parsed, held, output, readme=text, overwrite=force)
@@ -233,15 +277,4 @@ def pack(
     if as_json:
         say_json({"path": str(path), "sha256": sha256})
     else:
-        say(f"wrote {path}\nsha256 {sha256}")
-
-
-def _read(path: Path, limit: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise PatchLoadError("BP101", f"{path}: {error.strerror or error}") from None
-    if len(data) > limit:
-        raise PatchLoadError("BP106", f"{path} has more than {limit} bytes")
-    return data
+        say(f"wrote {path}", f"sha256 {sha256}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -25,11 +26,26 @@ from brainpatch.cli.options import (
     TEMPERATURE,
     split_strength,
 )
-from brainpatch.cli.output import note, say, say_json, shown, table
+from brainpatch.cli.output import (
+    engine_prints_to_stderr,
+    note,
+    say,
+    say_json,
+    say_text,
+    stdout_is_a_terminal,
+    table,
+)
+from brainpatch.errors import RegistryError, RequestError
+from brainpatch.patch.file import LoadedPatch, load_patch
+from brainpatch.patch.hub import is_hub_reference
+from brainpatch.patch.registry import default_registry
 
 if TYPE_CHECKING:
     from brainpatch.runtime.model import BrainPatchedModel
     from brainpatch.runtime.requests import TraceRow
+
+Wanted: TypeAlias = "tuple[LoadedPatch | str, float | None]"
+"""A patch, or a hub's name for one, and the strength that was given with it."""
 
 STRENGTH = Annotated[float | None, typer.Option("--strength", "-s", help="The strength of all patches.")]
 
@@ -48,23 +64,52 @@ def _loaded(
 
     note(f"loading {model}")
     named: dict[str, Any] = {"model_id": model_id} if model_id else {}
-    with BrainPatchedModel.from_pretrained(
-        model,
-        backend=backend,
-        device=device,
-        dtype=dtype,
-        compatibility_mode=mode,
-        **named,
-    ) as loaded:
+    with (
+        engine_prints_to_stderr(),
+        BrainPatchedModel.from_pretrained(
+            model, backend=backend, device=device, dtype=dtype, compatibility_mode=mode, **named
+        ) as loaded,
+    ):
         yield loaded
 
 
-def _install(model: BrainPatchedModel, patches: Iterable[str], strength: float | None) -> list[str]:
-    names = []
-    for ref in patches:
-        name, own = split_strength(ref)
-        names.append(model.install(name, strength=own if strength is None else strength).name)
+def _find(patches: Iterable[str], strengths: Iterable[float | None]) -> list[Wanted]:
+    """The patches of a command line with the strengths that they carry.
+
+    What can be refused before a model is loaded is refused here, the `strengths` of the command too. A hub's
+    patch that is not here is left as it is named: the model fetches it.
+    """
+    from brainpatch.runtime.meaning import finite_strength
+
+    wanted: list[Wanted] = []
+    for text in patches:
+        ref, strength = split_strength(text)
+        try:
+            wanted.append((load_patch(default_registry().resolve(ref)), strength))
+        except RegistryError as error:
+            if error.code != "BP302" or not is_hub_reference(ref):
+                raise
+            wanted.append((ref, strength))
+    for number in (*strengths, *(strength for _, strength in wanted)):
+        if number is not None:
+            finite_strength(number, "strength")
+    _refuse_twins([patch.name for patch, _ in wanted if isinstance(patch, LoadedPatch)])
+    return wanted
+
+
+def _install(model: BrainPatchedModel, wanted: Iterable[Wanted], strength: float | None) -> list[str]:
+    names: list[str] = []
+    for patch, own in wanted:
+        names.append(model.install(patch, strength=own if strength is None else strength).name)
+        _refuse_twins(names)
     return names
+
+
+def _refuse_twins(names: list[str]) -> None:
+    # The second would silently replace the first.
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError("BP403", f"two patches are called {name}", "Give one of them.")
 
 
 def _config(max_tokens: int, temperature: float, seed: int) -> Any:
@@ -75,8 +120,19 @@ def _config(max_tokens: int, temperature: float, seed: int) -> Any:
     return config
 
 
-def _prompt(text: str) -> str:
-    return sys.stdin.read() if text == "-" else text
+def _prompt(text: str, system: str | None) -> str:
+    """The prompt, read from stdin for `-`."""
+    if text == "-" and sys.stdin is None:
+        raise RequestError("BP405", "stdin is closed")
+    try:
+        prompt = sys.stdin.read() if text == "-" else text
+        # A byte that is not UTF-8 arrives as a lone surrogate.
+        (prompt + (system or "")).encode()
+    except UnicodeError:
+        raise RequestError("BP405", "the prompt or the system message is not UTF-8") from None
+    if not prompt:
+        raise RequestError("BP405", "the prompt is empty")
+    return prompt
 
 
 def run(
@@ -100,11 +156,12 @@ def run(
 
     Example: brainpatch run "How was your day?" -m MODEL -p formal@0.8
     """
-    text = _prompt(prompt)
+    text = _prompt(prompt, system)
     config = _config(max_tokens, temperature, seed)
+    wanted = _find(patch, [strength])
     chat: dict[str, Any] = {"use_chat_template": not no_chat_template, "system": system}
     with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
-        _install(loaded, patch, strength)
+        _install(loaded, wanted, strength)
         if as_json:
             answer = loaded.generate_detailed([text], config, **chat)[0]
             say_json(
@@ -118,12 +175,12 @@ def run(
                     "backend": loaded.backend.name,
                 }
             )
-        elif sys.stdout.isatty() and loaded.capabilities().streaming:
+        elif stdout_is_a_terminal() and loaded.capabilities().streaming:
             for piece in loaded.stream(text, config, **chat):
-                typer.echo(shown(piece), nl=False)
-            typer.echo()
+                say_text(piece, end="")
+            say("")
         else:
-            say(loaded.generate(text, config, **chat))
+            say_text(loaded.generate(text, config, **chat))
 
 
 def compare(
@@ -149,10 +206,11 @@ def compare(
 
     Example: brainpatch compare -m MODEL -p formal --prompt "How was your day?" -s 0.5 -s 1
     """
-    text = _prompt(prompt)
+    text = _prompt(prompt, system)
     config = _config(max_tokens, temperature, seed)
+    wanted = _find(patch, strength)
     with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
-        names = _install(loaded, patch, None)
+        names = _install(loaded, wanted, None)
         arms: list[dict[str, Any]] = [{}]
         arms += [dict.fromkeys(names, value) for value in strength] or [{name: {} for name in names}]
         answers = loaded.generate_detailed(
@@ -172,7 +230,8 @@ def compare(
         return
     for answer in answers:
         label = ", ".join(f"{name} {_strength(value):+g}" for name, value in answer.patches.items())
-        say(f"--- {label or 'baseline'}\n{answer.text}\n")
+        say(f"--- {label or 'baseline'}")
+        say_text(f"{answer.text}\n")
 
 
 def _strength(value: Any) -> float:
@@ -198,17 +257,26 @@ def trace(
 
     Example: brainpatch trace "How was your day?" -m MODEL -p formal
     """
-    text = _prompt(prompt)
+    text = _prompt(prompt, system)
     config = _config(max_tokens, 0.0, 0)
+    wanted = _find(patch, [strength])
     with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
-        _install(loaded, patch, strength)
+        _install(loaded, wanted, strength)
         rows = loaded.trace(text, config, use_chat_template=not no_chat_template, system=system)
     if as_json:
-        say_json([row._asdict() for row in rows])
+        say_json([_numbers(row) for row in rows])
     elif not rows:
         say("nothing was added")
     else:
-        say(table(("layer", "positions", "norm", "expected", "ratio"), _stretches(rows)))
+        say(*table(("layer", "positions", "norm", "expected", "ratio"), _stretches(rows)))
+
+
+def _numbers(row: TraceRow) -> dict[str, Any]:
+    """A row as plain values; JSON has no NaN and no infinity, so None stands for them."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row._asdict().items()
+    }
 
 
 def _stretches(rows: list[TraceRow]) -> list[tuple[Any, ...]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,7 +11,14 @@ import typer
 
 from brainpatch import __version__
 from brainpatch.cli import environment, files, generate, learning
-from brainpatch.cli.output import close_stdout_quietly, note, say, show_error, show_warnings_as_notes
+from brainpatch.cli.output import (
+    note,
+    say,
+    settle_stdout,
+    show_brainpatch_error,
+    show_error,
+    show_warnings_as_notes,
+)
 from brainpatch.cli.status import INTERRUPTED, NO, exit_status
 from brainpatch.errors import BrainPatchError
 
@@ -45,29 +52,34 @@ def options(
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status. 130 means interrupted."""
     show_warnings_as_notes()
+    as_json = "--json" in itertools.takewhile(lambda word: word != "--", arguments)
+    debug = bool(os.environ.get("BRAINPATCH_DEBUG"))
     command: Any = typer.main.get_command(app)
     try:
         result = command.main(list(arguments), prog_name="brainpatch", standalone_mode=False)
-        sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        status = result if isinstance(result, int) else 0
+        if status == INTERRUPTED:  # typer turns an interruption into this status, or into Abort
+            note("interrupted")
     except BrainPatchError as error:
-        if os.environ.get("BRAINPATCH_DEBUG"):
+        if debug:
             raise
-        show_error(error, as_json="--json" in arguments)
-        return exit_status(error)
+        show_brainpatch_error(error, as_json=as_json)
+        status = exit_status(error)
     except (KeyboardInterrupt, typer.Abort):
         note("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        close_stdout_quietly()
-        return 0
+        status = INTERRUPTED
     except Exception as error:  # a person must never see a traceback
-        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # wrong use, found by the parser
-            note(f"error: {error.format_message()}\nwhat to do: brainpatch --help")
-            return int(error.exit_code)
-        if os.environ.get("BRAINPATCH_DEBUG"):
-            raise
-        note(
-            f"error: {type(error).__name__}: {error}\nwhat to do: set BRAINPATCH_DEBUG=1 to see where, and report it"
-        )
-        return NO
+        # typer may bring a click of its own, so its errors are known by their form.
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):
+            where = getattr(getattr(error, "ctx", None), "command_path", "brainpatch")
+            show_error("usage", "wrong use", error.format_message(), f"{where} --help", as_json=as_json)
+            status = int(error.exit_code)
+        else:
+            if debug:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            remedy = "Set BRAINPATCH_DEBUG=1 to see where, and report it."
+            show_error("internal", "not expected", reason, remedy, as_json=as_json)
+            status = NO
+    settle_stdout()
+    return status

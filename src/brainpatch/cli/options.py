@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
+
+from brainpatch.errors import PatchCompatibilityError
+from brainpatch.patch.compatibility import MODES
+from brainpatch.patch.text import visible
+
+
+def one_of(*allowed: str) -> Callable[[str | None], str | None]:
+    """An option's callback that refuses any other value as wrong use."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in allowed:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def _known_mode(mode: str) -> str:
+    # Here already, so that a slip of the pen does not wait for a model to load.
+    if mode not in MODES:
+        raise PatchCompatibilityError("BP202", f"{visible(repr(mode), 40)} is not a mode")
+    return mode
+
 
 JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 MODEL = Annotated[str, typer.Option("--model", "-m", help="A model: hub id or folder.")]
@@ -19,7 +43,13 @@ BACKEND = Annotated[str, typer.Option("--backend", "-b", help="The engine: auto,
 DEVICE = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, mps.")]
 DTYPE = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16.")]
 MODE = Annotated[
-    str, typer.Option("--mode", "--compatibility", help="How a patch must fit: strict, architecture, unsafe.")
+    str,
+    typer.Option(
+        "--mode",
+        "--compatibility",
+        callback=_known_mode,
+        help="How a patch must fit: strict, architecture, unsafe.",
+    ),
 ]
 PATCHES = Annotated[
     list[str],

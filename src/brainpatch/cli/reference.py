@@ -19,8 +19,9 @@ def markdown() -> str:
         "<!-- made by tools/generate_docs.py from brainpatch.cli: do not edit -->",
         "",
         "Results go to stdout; progress, warnings and errors go to stderr. `--json` prints one JSON document and",
-        'nothing else, for an error `{"error": {"code", "title", "reason", "remedy"}}`. Text from a file or a model is',
-        "shown with control characters made visible. `brainpatch --install-completion` sets up your shell.",
+        'nothing else, for an error `{"error": {"code", "title", "reason", "remedy"}}`; its code is one of',
+        "[docs/errors](errors.md), `usage` or `internal`. Text from a file or a model is shown with control characters",
+        "made visible. `brainpatch --install-completion` sets up your shell.",
         "",
         "| exit status | means |",
         "|---|---|",
@@ -29,6 +30,7 @@ def markdown() -> str:
         f"| 2 | wrong use, and {_codes(2)} |",
         f"| 3 | what is needed is not there: {_codes(3)} |",
         "| 130 | interrupted |",
+        "| 141 | whatever read stdout ended first |",
     ]
     for name, command in sorted(group.commands.items()):
         lines += ["", f"## brainpatch {name}", ""]

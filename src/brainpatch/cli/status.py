@@ -5,6 +5,8 @@ from __future__ import annotations
 from brainpatch.errors import BrainPatchError
 
 NO, WRONG_USE, NOT_THERE, INTERRUPTED = 1, 2, 3, 130
+READER_GONE = 141
+"""Whatever read stdout ended first; the number that a shell gives to a program that SIGPIPE ended."""
 
 EXIT_STATUS: dict[str, int] = {
     "BP101": NOT_THERE,
