@@ -76,7 +76,7 @@ def test_the_blocks_are_where_the_table_says(backend):
     known = families.families_of(backend.model.config)
     assert known, "not in the table"
     path, blocks = families.find_blocks(backend.model, backend.model.config)
-    assert path in [path for family in known for path in family.paths]
+    assert path in known[0].paths  # the wrapper's own row, where there is one
     assert len(blocks) == families.block_count(backend.model.config)
     outputs = []
     handles = [block.register_forward_hook(lambda m, a, out: outputs.append(out)) for block in blocks]

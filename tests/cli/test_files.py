@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from brainpatch import Manifest, default_registry, load_patch, save_patch
+from brainpatch.cli.output import say_json
 from brainpatch.runtime import discovery
 from tests.cli.conftest import CONTROLS, outside
 
@@ -193,6 +194,19 @@ def test_pack_gives_the_same_bytes(brainpatch, tmp_path, parts, patch_file):
     assert hashlib.sha256(output.read_bytes()).hexdigest() in done.out
     assert brainpatch(*parts, "-o", output).status == 1
     assert json.loads(brainpatch(*parts, "-o", output, "--force", "--json").out)["path"] == str(output)
+
+
+def test_a_path_is_shown_on_one_line(brainpatch, tmp_path, parts):
+    output = tmp_path / "a\nwrote b\x1b[2J.brainpatch"
+    done = brainpatch(*parts, "-o", output)
+    assert output.exists()
+    assert "a\\nwrote b\\x1b[2J.brainpatch" in done.out
+    assert len(done.out.splitlines()) == 2
+
+
+def test_json_is_strict():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        say_json({"x": float("nan")})
 
 
 def test_pack_refuses_bad_parts_and_writes_nothing(brainpatch, tmp_path, parts):

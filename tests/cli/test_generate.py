@@ -221,6 +221,14 @@ def test_a_patch_of_a_hub_is_fetched_by_the_model(brainpatch, fake, patch_file, 
     assert "BP403" in twins.err
 
 
+def test_a_registry_that_cannot_be_read_is_no_reason_to_ask_a_hub(brainpatch, fake, monkeypatch):
+    monkeypatch.setenv("BRAINPATCH_HOME", os.devnull)
+    done = brainpatch("run", "hi", "-m", "m", "-p", "owner/repo")
+    assert done.status == 3
+    assert "error: BP307" in done.err
+    assert fake == []
+
+
 def test_what_an_engine_prints_is_no_result(brainpatch, fake, monkeypatch):
     monkeypatch.setattr(FakeBackend, "load_model", lambda self, model, **_: print("noise"))
     done = brainpatch("run", "hi", "-m", "m", "--json")
@@ -404,7 +412,7 @@ def test_an_interrupted_learn_ends_with_130_and_leaves_nothing(model_folder, tmp
         time.sleep(wait)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         if wait > 0.5:  # earlier, Python itself may not have begun
             assert process.returncode in (130, 0)
             assert "Traceback" not in err
@@ -489,7 +497,7 @@ def test_what_else_can_be_wrong_with_stdin_and_stdout(patch_file):
     """A closed or full stdout, a reader that went away, a closed stdin, a terminal without the letters."""
     program = f"{sys.executable} -m brainpatch"
     loaded = load_patch(patch_file)
-    loaded.manifest.description = "\u00e9t\u00e9"
+    loaded.manifest.description = "\u0416"
     save_patch(loaded.manifest, loaded.vectors, patch_file, overwrite=True)
     status, _, err = _pipe(program, "inspect", patch_file, "> /dev/full")
     assert status == 1
@@ -501,9 +509,9 @@ def test_what_else_can_be_wrong_with_stdin_and_stdout(patch_file):
     assert (status, "stdin is closed" in err) == (2, True)
     status, _, err = _pipe("printf '\\xff' |", program, "run - -m x")
     assert (status, "BP405" in err) == (2, True)
-    status, out, err = _pipe("PYTHONIOENCODING=ascii", program, "inspect", patch_file)
+    status, out, err = _pipe("PYTHONIOENCODING=latin-1", program, "inspect", patch_file)
     assert (status, err) == (0, "")
-    assert "\\xe9t\\xe9" in out
+    assert "\\u0416" in out
 
 
 def test_the_shell_can_complete():
@@ -543,7 +551,7 @@ def test_only_results_reach_stdout(tmp_path):
 
 
 def test_an_interruption_of_a_generation_is_status_130(tmp_path):
-    """A real SIGINT to a real process, while an engine is at work."""
+    """A real SIGINT to a real process, while an engine is at work that swallows KeyboardInterrupt."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\n"
@@ -552,7 +560,10 @@ def test_an_interruption_of_a_generation_is_status_130(tmp_path):
         "class Slow(RecordingBackend):\n"
         "    def _run(self, requests):\n"
         "        print('at work', file=sys.stderr, flush=True)\n"
-        "        time.sleep(60)\n"
+        "        try:\n"
+        "            time.sleep(60)\n"
+        "        except KeyboardInterrupt:  # as vLLM does while it starts\n"
+        "            time.sleep(60)\n"
         "model.select_backend = lambda name: Slow()\n"
         "from brainpatch.__main__ import main\n"
         "main()\n"

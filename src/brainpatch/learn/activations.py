@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from brainpatch.backends.families import can_be_padded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +43,8 @@ def read_activations(
 ) -> Activations:
     """The output of each block in `layers`, averaged over each reading's positions.
 
-    Texts are padded on the right, where no position that is read can see the padding. A block's own
+    Texts are padded on the right, where no position that is read can see the padding; a family that cannot be
+    padded is read one text at a time. A block's own
     output is taken, so the last block is read before the final norm. `progress(done, total)` is called
     after each batch.
     """
@@ -51,6 +55,8 @@ def read_activations(
     norms = np.zeros(len(layers))
     positions = 0
     order = sorted(range(len(readings)), key=lambda i: len(readings[i].ids))
+    if not can_be_padded(backend.model.config):
+        batch_size = 1
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         width = len(readings[batch[-1]].ids)
@@ -77,9 +83,12 @@ def _block_outputs(backend: TransformersBackend, ids: Any, mask: Any, layers: Se
     import torch
 
     caught: dict[int, Any] = {}
+    thread = threading.get_ident()
 
     def catch(layer: int) -> Callable[..., None]:
         def hook(module: Any, arguments: Any, output: Any) -> None:
+            if threading.get_ident() != thread:  # another thread generates on the same model
+                return
             caught[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
