@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,9 @@ def model_folder() -> Path:
 def _own_registry(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees or changes the registry of the person who runs it."""
     monkeypatch.setenv("BRAINPATCH_HOME", str(tmp_path_factory.mktemp("registry")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptions_arrive() -> None:
+    """Programs that a shell starts in the background ignore SIGINT, and so would those that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
