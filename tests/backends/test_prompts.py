@@ -74,7 +74,9 @@ def test_ids_are_taken_as_they_are():
     assert prompt_ids(FakeTokenizer(), (0, 299)) == [0, 299]
 
 
-@pytest.mark.parametrize("prompt", ["", [], [300], [-1], [True], [1.0], ["a"], [1, "a"]])
+@pytest.mark.parametrize(
+    "prompt", ["", [], [300], [-1], [True], b"hi", bytearray(b"hi"), None, 5, [1.0], ["a"], [1, "a"]]
+)
 def test_what_is_no_prompt_is_refused(prompt):
     with pytest.raises(RequestError) as caught:
         prompt_ids(FakeTokenizer(), prompt)

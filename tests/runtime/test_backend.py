@@ -9,11 +9,13 @@ import pytest
 from brainpatch.errors import (
     CapabilityError,
     PatchCompatibilityError,
+    PatchFormatError,
     RequestError,
     UnknownPatchError,
 )
 from brainpatch.patch.manifest import BaseModelSpec
 from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.patch.tensors import vector
 from brainpatch.runtime.backend import BrainPatchBackend
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
@@ -45,6 +47,33 @@ def test_install_refuses_before_anything_changes(backend):
         backend.install_patch(patch(), strength=float("nan"))
     assert backend.patches == {}
     assert backend.changes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda p: setattr(p.manifest.interventions[0], "site", "promt"), "BP110"),
+        (lambda p: setattr(p.manifest.interventions[0], "hook", "mlp"), "BP110"),
+        (lambda p: setattr(p.manifest.interventions[0], "coefficient", float("nan")), "BP110"),
+        (lambda p: setattr(p.manifest.interventions[0], "layer", -1), "BP110"),
+        (lambda p: p.vectors.update(v=vector([1.0])), "BP117"),
+        (lambda p: p.vectors.update(v=[1.0] * 4), "BP117"),
+        (lambda p: p.vectors.clear(), "BP119"),
+    ],
+)
+def test_a_patch_made_in_memory_is_checked_like_a_file(backend, change, code):
+    made = patch()
+    change(made)
+    with pytest.raises(PatchFormatError) as caught:
+        backend.install_patch(made)
+    assert caught.value.code == code
+    assert backend.patches == {}
+
+
+def test_installed_patches_go_with_the_model(backend):
+    backend.install_patch(patch())
+    backend.unload()
+    assert backend.list_patches() == []
 
 
 def test_a_reinstalled_patch_keeps_its_place(backend):

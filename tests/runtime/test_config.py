@@ -46,6 +46,8 @@ def test_greedy_means_temperature_zero():
         ("top_p", 1.1),
         ("top_k", -1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("temperature", 1e-40),
         ("seed", 1.5),
         ("n", 0),
         ("logprobs", -1),

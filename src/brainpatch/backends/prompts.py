@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from brainpatch.errors import RequestError
@@ -29,6 +29,8 @@ def prompt_ids(
                 "BP405", "system was given, but the text goes to the model without a chat template"
             )
         return _plain(tokenizer, prompt)
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError("BP405", f"the prompt is {type(prompt).__name__}")
     items = list(prompt)
     if not items:
         raise RequestError("BP405", "the prompt is empty")

@@ -128,6 +128,7 @@ class TransformersBackend(BrainPatchBackend):
             tokenizer=tokenizer,
             arguments=arguments,
         )
+        self.unload()  # patches were checked on the model that was here before
         self._loaded = loaded
 
     def describe_model(self) -> ModelDescriptor:
@@ -135,7 +136,8 @@ class TransformersBackend(BrainPatchBackend):
         return self._ready().descriptor
 
     def unload(self) -> None:
-        """Let go of the model."""
+        """Let go of the model and of the patches installed on it."""
+        super().unload()
         self._loaded = None
 
     @property

@@ -172,7 +172,9 @@ def _penalised(answer: Answer, logits: Any) -> Any:
     config = answer.request.config
     if config.repetition_penalty != 1.0:
         seen = torch.tensor([[*answer.request.prompt_ids, *answer.token_ids]], device=logits.device)
-        logits = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)(seen, logits[None].clone())[0]
+        logits = RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty))(
+            seen, logits[None].clone()
+        )[0]
     if answer.counts and (config.presence_penalty or config.frequency_penalty):
         logits = logits.clone()
         ids = torch.tensor(list(answer.counts), device=logits.device)
@@ -187,7 +189,7 @@ def _draw(answer: Answer, logits: Any) -> int:
 
     config = answer.request.config
     scores = logits[None]
-    warpers: list[Any] = [library.TemperatureLogitsWarper(config.temperature)]
+    warpers: list[Any] = [library.TemperatureLogitsWarper(float(config.temperature))]
     if config.top_k:
         warpers.append(library.TopKLogitsWarper(config.top_k))
     if config.top_p < 1.0:

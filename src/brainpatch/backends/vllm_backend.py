@@ -201,8 +201,7 @@ class VLLMBackend(BrainPatchBackend):
     def _close(self) -> None:
         engine, self._engine = self._engine, None
         self._model = self._tokenizer = self._applied = self._serving = None
-        with self._patches_lock:
-            self.patches.clear()
+        super().unload()
         self.last_hook_report = {}
         if engine is not None:
             engine.close()

@@ -81,7 +81,13 @@ def sampling_params(config: GenerationConfig, *, max_logprobs: int) -> Any:
                 "Load with max_logprobs=N; -1 allows all.",
             )  # fmt: skip
     try:
-        return SamplingParams(**fields)
+        parameters = SamplingParams(**fields)
+        if extra:
+            # What vLLM does not check here, its engine finds out when it decodes the request, and dies of it.
+            from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+            MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(parameters))
+        return parameters
     except Exception as error:  # construction only validates, with classes that differ between versions
         raise RequestError("BP404", f"vLLM refuses a parameter: {error}") from None
 

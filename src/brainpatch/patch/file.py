@@ -253,7 +253,34 @@ def _readme(content: bytes) -> str | None:
         raise PatchLoadError("BP120", f"{README}: byte {error.start} is not UTF-8") from None
 
 
+def check_patch(patch: LoadedPatch) -> None:
+    """Check a patch that may have been made in memory by the rules of one that was read.
+
+    Raises PatchFormatError (BP110 to BP115) for the manifest, BP117 and BP119 for the vectors.
+    """
+    patch.manifest.validate()
+    for key, tensor in patch.vectors.items():
+        if not isinstance(tensor, Tensor):
+            raise PatchFormatError(
+                "BP117", f'"{visible(str(key), 80)}" is {type(tensor).__name__}, not a Tensor'
+            )
+    _check_shapes(patch.manifest, patch.vectors)
+
+
 def _check_vectors(manifest: Manifest, vectors: Mapping[str, Tensor]) -> None:
+    _check_shapes(manifest, vectors)
+    spare = sorted(vectors.keys() - set(manifest.vector_keys))
+    if len(spare) > MAX_SPARE_TENSORS:
+        raise PatchLoadError(
+            "BP106", f"{len(spare)} vectors are not used; at most {MAX_SPARE_TENSORS} may be"
+        )
+    if spare:
+        warnings.warn(
+            f"vectors that no intervention uses: {visible(', '.join(spare))}", PatchWarning, stacklevel=3
+        )
+
+
+def _check_shapes(manifest: Manifest, vectors: Mapping[str, Tensor]) -> None:
     hidden_size = manifest.base_model.hidden_size
     for key, tensor in vectors.items():
         if tensor.shape != (hidden_size,):
@@ -266,15 +293,6 @@ def _check_vectors(manifest: Manifest, vectors: Mapping[str, Tensor]) -> None:
             raise PatchLoadError(
                 "BP119", f'there is no vector "{visible(key, 80)}", which an intervention names'
             )
-    spare = sorted(vectors.keys() - set(manifest.vector_keys))
-    if len(spare) > MAX_SPARE_TENSORS:
-        raise PatchLoadError(
-            "BP106", f"{len(spare)} vectors are not used; at most {MAX_SPARE_TENSORS} may be"
-        )
-    if spare:
-        warnings.warn(
-            f"vectors that no intervention uses: {visible(', '.join(spare))}", PatchWarning, stacklevel=3
-        )
 
 
 def _as_tensor(key: Any, value: Tensor | Iterable[float]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from brainpatch.errors import CapabilityError, EngineStateError, RequestError, UnknownPatchError
 from brainpatch.patch.compatibility import CompatibilityReport, ModelDescriptor, check_compatibility
-from brainpatch.patch.file import LoadedPatch
+from brainpatch.patch.file import LoadedPatch, check_patch
 from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
@@ -66,7 +66,9 @@ class BrainPatchBackend(ABC):
         """Identity and shape of the loaded model. EngineStateError (BP407) when there is none."""
 
     def unload(self) -> None:
-        """Free the model. May be called more than once."""
+        """Free the model; the patches installed on it go with it. May be called more than once."""
+        with self._patches_lock:
+            self.patches.clear()
 
     def _encode(self, prompt: Prompt, *, use_chat_template: bool, system: str | None) -> list[int]:
         """Token ids of a prompt, special tokens exactly once."""
@@ -115,8 +117,9 @@ class BrainPatchBackend(ABC):
         """Put a patch on the model; one of the same name is replaced and keeps its place in the order.
 
         `strength` None takes the manifest's default. Raises before anything changes:
-        PatchCompatibilityError, RequestError (BP402), CapabilityError.
+        PatchFormatError, PatchCompatibilityError, RequestError (BP402), CapabilityError.
         """
+        check_patch(patch)  # it may have been made in memory
         report = self.validate_patch(patch, mode=mode)
         report.raise_if_failed()
         for line in report.warnings:

@@ -11,6 +11,7 @@ import msgspec
 from brainpatch.errors import RequestError
 
 _Probability = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_COLDEST = 0.001
 _Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 
 
@@ -29,7 +30,7 @@ class GenerationConfig:
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100.0)] = 1.0
     seed: int | None = 0
     stop: Sequence[str] = field(default_factory=list)
     n: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
@@ -57,5 +58,7 @@ class GenerationConfig:
             msgspec.convert(asdict(self), GenerationConfig, strict=True)
         except msgspec.ValidationError as error:
             raise RequestError("BP404", f"{error}".replace("$.", "")) from None
+        if 0 < self.temperature < _COLDEST:
+            raise RequestError("BP404", f"temperature is 0 or at least {_COLDEST}, not {self.temperature:g}")
         if any(not text for text in self.stop):
             raise RequestError("BP404", "a stop string is empty")

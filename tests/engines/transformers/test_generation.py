@@ -67,6 +67,13 @@ def test_a_seed_gives_the_same_draw_and_another_seed_another(backend):
     assert len(fresh) > 1
 
 
+def test_whole_numbers_are_numbers(backend):
+    whole = backend.generate(PROMPT, config(temperature=1, repetition_penalty=2, seed=3, max_new_tokens=4))
+    assert whole == backend.generate(
+        PROMPT, config(temperature=1.0, repetition_penalty=2.0, seed=3, max_new_tokens=4)
+    )
+
+
 def test_greedy_penalties_are_those_of_the_library(backend):
     ids = backend._encode("Say la la la la la", use_chat_template=True, system=None)
     ours = backend.generate_detailed([ids], config(repetition_penalty=1.5))[0].token_ids

@@ -115,6 +115,9 @@ def test_penalties_reach_the_engine(backend, chats):
         ({"extra": {"min_tokens": 99}}, "BP404"),
         ({"extra": {"allowed_token_ids": [999999]}}, "BP404"),
         ({"max_new_tokens": 1024}, "BP406"),
+        ({"extra": {"min_tokens": 1.5}}, "BP404"),
+        ({"extra": {"repetition_detection": 1}}, "BP404"),
+        ({"extra": {"skip_special_tokens": "no"}}, "BP404"),
     ],
 )
 def test_a_parameter_is_refused_by_code(backend, chats, fields, code):
