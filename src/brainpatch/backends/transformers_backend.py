@@ -177,10 +177,9 @@ class TransformersBackend(BrainPatchBackend):
             return super().generate(
                 prompt, config, patches=patches, use_chat_template=use_chat_template, system=system
             )
-        requests = self._requests([prompt], config, patches, use_chat_template, system)
-        if len(requests) != 1:
-            raise RequestError("BP404", "this call returns one text; n must be 1")
-        asked = requests[0]
+        asked = self._request(
+            prompt, config, patches, use_chat_template, system, "this call returns one text"
+        )
         return self._run([Request(asked.prompt_ids, asked.config, asked.patches.continuation_only())])[0].text
 
     def assert_zero_is_baseline(
@@ -209,23 +208,14 @@ class TransformersBackend(BrainPatchBackend):
                 raise RequestError("BP404", f"extra[{key!r}] is one of {_EXTRA[key]}, not {value!r}")
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        self._check_length(requests)
         answers: dict[int, Generation] = {}
         for batch in self._batches(requests):
             for number, answer in zip(batch, self._batch([requests[i] for i in batch]), strict=True):
                 answers[number] = answer
         return [answers[number] for number in range(len(requests))]
 
-    def _check_length(self, requests: Sequence[Request]) -> None:
-        context = self._ready().context
-        for request in requests:
-            needed = len(request.prompt_ids) + request.config.max_new_tokens
-            if context is not None and needed > context:
-                raise RequestError(
-                    "BP406",
-                    f"{len(request.prompt_ids)} prompt tokens and {request.config.max_new_tokens} new ones "
-                    f"do not fit into {context}",
-                )
+    def _context_length(self) -> int | None:
+        return self._ready().context
 
     def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
         """Which requests run together: like lengths, and only equal ones where padding is not possible."""
@@ -296,16 +286,11 @@ class TransformersBackend(BrainPatchBackend):
         return [_generation(answer) for answer in answers]
 
     def _run_trace(self, request: Request) -> list[TraceRow]:
-        self._check_length([request])
         kept: list[Edits] = []
         self._batch([request], measured=True, started=lambda sampler, edits: kept.append(edits))
         return [kept[0].trace[key] for key in sorted(kept[0].trace)]
 
     def _run_stream(self, request: Request) -> Iterator[str]:
-        self._check_length([request])
-        return self._pieces(request)
-
-    def _pieces(self, request: Request) -> Iterator[str]:
         """The answer's pieces, generated in a thread that ends when this iterator is closed."""
         pieces: queue.SimpleQueue[str | _Failure | None] = queue.SimpleQueue()
         samplers: list[Sampler] = []

@@ -235,15 +235,11 @@ class VLLMBackend(BrainPatchBackend):
     def _encode(self, prompt: Prompt, *, use_chat_template: bool, system: str | None) -> list[int]:
         return prompt_ids(self._tokenizer, prompt, use_chat_template=use_chat_template, system=system)
 
-    def _check_requests(self, requests: Sequence[Request]) -> None:
+    def _context_length(self) -> int | None:
+        return self._context
+
+    def _check_served(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            length, new = len(request.prompt_ids), request.config.max_new_tokens
-            if length + new > self._context:
-                raise RequestError(
-                    "BP406",
-                    f"{length} prompt tokens and max_new_tokens={new} exceed the context of {self._context}",
-                    "Shorten the prompt, lower max_new_tokens, or load with a larger max_model_len.",
-                )
             if self._serving not in (None, request.patches.digest):
                 raise EngineStateError(
                     "BP408",
@@ -322,7 +318,7 @@ class VLLMBackend(BrainPatchBackend):
     # --- text --------------------------------------------------------------------------------
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        self._check_requests(requests)
+        self._check_served(requests)
         with self._exclusive():
             engine = self._loaded()
             answers: dict[int, Generation] = {}
@@ -387,7 +383,7 @@ class VLLMBackend(BrainPatchBackend):
             raise EngineError("BP509", f"NaN or infinite logits with the patches {patches.to_mapping()}")
 
     def _run_trace(self, request: Request) -> list[TraceRow]:
-        self._check_requests([request])
+        self._check_served([request])
         with self._exclusive():
             engine = self._loaded()
             self._ensure(engine, request.patches)

@@ -35,9 +35,8 @@ from brainpatch.cli.output import (
     stdout_is_a_terminal,
     table,
 )
-from brainpatch.errors import RegistryError, RequestError
+from brainpatch.errors import RequestError
 from brainpatch.patch.file import LoadedPatch, load_patch
-from brainpatch.patch.hub import is_hub_reference
 from brainpatch.patch.registry import default_registry
 
 if TYPE_CHECKING:
@@ -84,12 +83,8 @@ def _find(patches: Iterable[str], strengths: Iterable[float | None]) -> list[Wan
     wanted: list[Wanted] = []
     for text in patches:
         ref, strength = split_strength(text)
-        try:
-            wanted.append((load_patch(default_registry().resolve(ref)), strength))
-        except RegistryError as error:
-            if error.code != "BP302" or not is_hub_reference(ref):
-                raise
-            wanted.append((ref, strength))
+        path = default_registry().find(ref)
+        wanted.append((ref if path is None else load_patch(path), strength))
     for number in (*strengths, *(strength for _, strength in wanted)):
         if number is not None:
             finite_strength(number, "strength")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -11,8 +10,7 @@ import typer
 
 from brainpatch.cli.options import DEVICE, DTYPE, JSON, MODEL, MODEL_ID, one_of
 from brainpatch.cli.output import engine_prints_to_stderr, note, progress, say, say_json
-from brainpatch.errors import PatchExistsError
-from brainpatch.patch.file import SUFFIX
+from brainpatch.patch.file import free_target
 from brainpatch.patch.limits import MAX_NUM_LAYERS
 from brainpatch.patch.manifest import Intervention
 from brainpatch.patch.names import check_patch_name
@@ -81,8 +79,7 @@ def learn(
     wanted = _layers(layers)
     check_patch_name(name)
     Intervention(0, "v", coefficient).validate()
-    if not force and output.name and os.path.lexists(output.with_suffix(SUFFIX)):
-        raise PatchExistsError("BP121", f"{output.with_suffix(SUFFIX)} is there already")
+    free_target(output, overwrite=force)
     examples = read_pairs(pairs)
     note(f"loading {model}")
     with select_backend(backend) as engine, engine_prints_to_stderr():

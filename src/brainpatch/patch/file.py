@@ -166,13 +166,19 @@ def save_patch(
     Parent folders are made; the file is there whole or not at all. Raises what `patch_bytes` raises,
     PatchExistsError (a FileExistsError) BP121 and PatchWriteError (an OSError) BP122.
     """
+    target = free_target(path, overwrite=overwrite)
+    write_atomically(target, patch_bytes(manifest, vectors, readme=readme), overwrite=overwrite)
+    return target
+
+
+def free_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Where `save_patch` would write, for those who would know before they work. Errors BP121 and BP122."""
     target = Path(path)
     if not target.name:
         raise PatchWriteError("BP122", f"{visible(str(target))} does not name a file")
     target = target.with_suffix(SUFFIX)
     if not overwrite and os.path.lexists(target):
         raise PatchExistsError("BP121", f"{visible(str(target))} is there already")
-    write_atomically(target, patch_bytes(manifest, vectors, readme=readme), overwrite=overwrite)
     return target
 
 

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -33,15 +33,6 @@ from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.patch.text import visible
 
 FORMAT_VERSION: Final = "1.0"
-EVIDENCE_LEVELS: Final = (
-    "none",
-    "correlational",
-    "predictive",
-    "interventional",
-    "controlled_interventional",
-    "replicated",
-)
-"""Weakest first."""
 BACKEND_STATUSES: Final = ("verified", "experimental", "implemented", "unsupported")
 
 Site = Literal["all", "prompt", "continuation"]
@@ -53,6 +44,8 @@ EvidenceLevel = Literal[
     "controlled_interventional",
     "replicated",
 ]
+EVIDENCE_LEVELS: Final[tuple[EvidenceLevel, ...]] = get_args(EvidenceLevel)
+"""Weakest first."""
 _Text = Annotated[str, Meta(min_length=1)]
 _Kind = TypeVar("_Kind")
 

@@ -124,6 +124,15 @@ class PatchRegistry:
             return Path(text)
         raise self._unknown(text)
 
+    def find(self, ref: str) -> Path | None:
+        """As `resolve`; None when `ref` is a hub's name for a patch and neither a patch nor a path has it."""
+        try:
+            return self.resolve(ref)
+        except RegistryError as error:
+            if error.code != "BP302" or not hub.is_hub_reference(ref):
+                raise
+            return None
+
     def install_file(
         self,
         path: str | os.PathLike[str],

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from brainpatch.errors import CapabilityError, EngineStateError, RequestError, UnknownPatchError
+from brainpatch.errors import CapabilityError, EngineStateError, RequestError
 from brainpatch.patch.compatibility import CompatibilityReport, ModelDescriptor, check_compatibility
 from brainpatch.patch.file import LoadedPatch, check_patch
 from brainpatch.patch.schedule import StrengthSchedule
@@ -28,6 +28,7 @@ from brainpatch.runtime.meaning import (
     request_schedule,
     resolve,
     resolve_edits,
+    unknown_patch,
 )
 from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
 
@@ -76,6 +77,10 @@ class BrainPatchBackend(ABC):
 
     def _check_config(self, config: GenerationConfig) -> None:
         """Refuse by name, before any cost, what this engine cannot do."""
+
+    def _context_length(self) -> int | None:
+        """How many tokens prompt and answer may have together; None when there is no bound."""
+        return None
 
     def _check_patches(self, patches: ResolvedSet) -> None:
         """Refuse by name, before any cost, a set that this engine cannot apply."""
@@ -198,8 +203,7 @@ class BrainPatchBackend(ABC):
     def _active(self, name: str) -> ActivePatch:
         installed = self._snapshot()
         if name not in installed:
-            known = ", ".join(installed) or "none"
-            raise UnknownPatchError("BP401", f"{name!r} is not installed on this model; installed: {known}")
+            raise unknown_patch(name, installed)
         return installed[name]
 
     def _warn_if_clamped(self, patch: LoadedPatch, wanted: float) -> None:
@@ -277,10 +281,9 @@ class BrainPatchBackend(ABC):
         The request is checked at once, not at the first piece.
         """
         self.capabilities().require("streaming")
-        requests = self._requests([prompt], config, patches, use_chat_template, system)
-        if len(requests) != 1:
-            raise RequestError("BP404", "a stream carries one answer; n must be 1")
-        return self._run_stream(requests[0])
+        return self._run_stream(
+            self._request(prompt, config, patches, use_chat_template, system, "a stream carries one answer")
+        )
 
     def trace(
         self,
@@ -293,10 +296,24 @@ class BrainPatchBackend(ABC):
     ) -> list[TraceRow]:
         """What was really added while answering, by layer and position (law 5)."""
         self.capabilities().require("trace")
+        return self._run_trace(
+            self._request(prompt, config, patches, use_chat_template, system, "a trace follows one answer")
+        )
+
+    def _request(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None,
+        patches: Patches,
+        use_chat_template: bool,
+        system: str | None,
+        why_one: str,
+    ) -> Request:
+        """The request of a call that has one answer."""
         requests = self._requests([prompt], config, patches, use_chat_template, system)
         if len(requests) != 1:
-            raise RequestError("BP404", "a trace follows one answer; n must be 1")
-        return self._run_trace(requests[0])
+            raise RequestError("BP404", f"{why_one}; n must be 1")
+        return requests[0]
 
     def _requests(
         self,
@@ -325,7 +342,17 @@ class BrainPatchBackend(ABC):
                 self._check_patches(resolved[id(wish)])
             ids = tuple(self._encode(prompt, use_chat_template=use_chat_template, system=system))
             requests += [Request(ids, single, resolved[id(wish)]) for single in _singles(settings)]
+        self._check_length(requests)
         return requests
+
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        context = self._context_length()
+        for request in requests:
+            length, new = len(request.prompt_ids), request.config.max_new_tokens
+            if context is not None and length + new > context:
+                raise RequestError(
+                    "BP406", f"{length} prompt tokens and {new} new ones do not fit into {context}"
+                )
 
     # --- lifetime ----------------------------------------------------------------------------
 

@@ -373,9 +373,7 @@ def resolve(
     resolved = []
     for name, wish in patches.items():
         if name not in installed:
-            raise UnknownPatchError(
-                "BP401", f"{name!r} is not installed on this model{_near(name, installed)}"
-            )
+            raise unknown_patch(name, installed)
         active = installed[name]
         where = f"patches[{name!r}]"
         schedule = active.schedule
@@ -395,8 +393,8 @@ def resolve(
     return ResolvedSet(resolved)
 
 
-def _near(name: Any, installed: Mapping[str, ActivePatch]) -> str:
+def unknown_patch(name: Any, installed: Mapping[str, ActivePatch]) -> UnknownPatchError:
+    """The error for a name that is not installed; it says what is near it, or what there is."""
     near = get_close_matches(str(name), list(installed), n=3)
-    if near:
-        return "; near it: " + ", ".join(near)
-    return "; installed: " + (", ".join(installed) if installed else "none")
+    there = f"near it: {', '.join(near)}" if near else f"installed: {', '.join(installed) or 'none'}"
+    return UnknownPatchError("BP401", f"{name!r} is not installed on this model; {there}")

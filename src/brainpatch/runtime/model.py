@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brainpatch.errors import RegistryError
 from brainpatch.patch.file import LoadedPatch, load_patch
 from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime.backend import BrainPatchBackend, Patches
@@ -90,15 +89,8 @@ class BrainPatchedModel:
     def _find(self, ref: str | Path) -> LoadedPatch:
         if isinstance(ref, Path):
             return load_patch(ref)
-        try:
-            path = self.registry.resolve(ref)
-        except RegistryError as error:
-            from brainpatch.patch.hub import is_hub_reference
-
-            if error.code != "BP302" or not is_hub_reference(ref):
-                raise
-            return self._from_hub(ref)
-        return load_patch(path)
+        path = self.registry.find(ref)
+        return self._from_hub(ref) if path is None else load_patch(path)
 
     def _from_hub(self, ref: str) -> LoadedPatch:
         """A hub's patch: the one that was fetched before, or fetched and put into the registry now."""
