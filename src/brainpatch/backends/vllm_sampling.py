@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from brainpatch.backends.vllm_requests import KEY
 from brainpatch.errors import EngineError, RequestError
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.meaning import ResolvedSet
@@ -82,26 +83,24 @@ def sampling_params(config: GenerationConfig, *, max_logprobs: int) -> Any:
             )  # fmt: skip
     try:
         parameters = SamplingParams(**fields)
+        if KEY in (parameters.extra_args or {}):
+            raise RequestError("BP404", f"extra['extra_args'][{KEY!r}] is what patches= makes")
         if extra:
             # What vLLM does not check here, its engine finds out when it decodes the request, and dies of it.
             from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
             MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(parameters))
         return parameters
+    except RequestError:
+        raise
     except Exception as error:  # construction only validates, with classes that differ between versions
         raise RequestError("BP404", f"vLLM refuses a parameter: {error}") from None
 
 
-def cache_salt(patches: ResolvedSet, config: GenerationConfig) -> str | None:
-    """What keeps KV blocks of different states apart: the digest, joined with the caller's own salt.
-
-    None for no patch and no salt, so plain requests share with plain ones. The digest stands before the
-    caller's text and is empty for no patch, so no salt of a caller's can name a patched state.
-    """
-    own = config.extra.get(CACHE_SALT)
-    if patches.is_empty:
-        return None if own is None else f"brainpatch::{own}"
-    return f"brainpatch:{patches.digest}:{'' if own is None else own}"
+def own_salt(config: GenerationConfig) -> str | None:
+    """The caller's own salt, which keeps the blocks of requests apart that say different ones."""
+    salt: str | None = config.extra.get(CACHE_SALT)
+    return salt
 
 
 def generation(output: Any, config: GenerationConfig, patches: ResolvedSet) -> Generation:

@@ -1,191 +1,289 @@
-"""The methods that a vLLM worker gains: `worker_extension_cls` names this class.
+"""The classes that a user's vLLM is started with.
 
-They are called by name over `collective_rpc`, take and return plain values only, and report failures as
-a result (`{"error": {"code", "reason"}}`): an exception in a worker ends vLLM's engine.
+- `BrainPatchWorker` for `worker_cls`: every request its own patches, eager or compiled.
+- `BrainPatchWorkerExtension` for `worker_extension_cls`: one set of patches for all requests, eager only,
+  beside a worker class of somebody else's.
+
+Methods named bp_* are called over `collective_rpc`, take and return plain values only, and report failures
+as a result (`{"error": {"code", "reason"}}`): an exception in a worker ends vLLM's engine.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from brainpatch.backends import families
+from brainpatch.backends import families, vllm_plugin
 from brainpatch.backends.vllm_digest import weights_digest
-from brainpatch.backends.vllm_forms import FormFinder, tensors_in
-from brainpatch.backends.vllm_hooks import BlockEditor, MethodTap, Trace, dtype_name
-from brainpatch.errors import BrainPatchError, EngineError
+from brainpatch.backends.vllm_engine import LOAD_ERROR_FILE, availability
+from brainpatch.backends.vllm_extension import BrainPatchWorkerExtension, reported
+from brainpatch.backends.vllm_health import Health
+from brainpatch.backends.vllm_hooks import dtype_name
+from brainpatch.backends.vllm_plane import Plane, PlaneTrace, wrap
+from brainpatch.backends.vllm_proof import find_forms, prove_edits
+from brainpatch.backends.vllm_requests import carried
+from brainpatch.backends.vllm_runners import watch
+from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError, RequestError
 
-Method = Callable[..., dict[str, Any]]
+__all__ = ["BrainPatchWorker", "BrainPatchWorkerExtension"]
 
-
-def _reported(method: Method) -> Method:
-    @functools.wraps(method)
-    def call(*arguments: Any) -> dict[str, Any]:
-        try:
-            return method(*arguments)
-        except BrainPatchError as error:
-            return {"error": {"code": error.code, "reason": error.reason}}
-        except Exception as error:  # whatever it is, the engine must live and the caller must know
-            return {"error": {"code": "BP508", "reason": f"{type(error).__name__}: {error}"}}
-
-    return call
+_GRAPH_VERSION = "1"
+"""Part of vLLM's compile-cache key. Changes with the operations that are traced into the graph."""
 
 
-class _State:
-    """What this extension keeps on a worker."""
+def _platform_worker() -> Any:
+    """The worker class of the platform that vLLM runs on. CapabilityError (BP502) for others than CPU and CUDA."""
+    from vllm.platforms import current_platform
 
-    def __init__(self, worker: Any) -> None:
-        config = worker.model_runner.model_config
-        mode = worker.vllm_config.compilation_config.mode
-        if mode is not None and int(mode) != 0:
-            raise EngineError(
-                "BP505", f"vLLM's compilation mode is {int(mode)}; load with enforce_eager=True"
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    if current_platform.is_cuda():
+        from vllm.v1.worker.gpu_worker import Worker
+
+        return Worker
+    raise CapabilityError(
+        "BP502", f"vLLM's platform {current_platform.device_name!r} is not supported; CPU and CUDA are"
+    )
+
+
+class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
+    """The platform's own worker, with a plane between its blocks. Its state belongs to the worker's one thread."""
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        with _load_errors():
+            _check_engine(vllm_config)
+            _own_compile_cache(vllm_config)
+        super().__init__(vllm_config, *arguments, **named)
+        self._bp_health = Health()
+        self._bp_counters = {"admitted": 0, "refused": 0}
+        self._bp_batch: tuple[list[str], np.ndarray] | None = None
+
+    def load_model(self, *arguments: Any, **named: Any) -> Any:
+        """As the platform's; then every block is wrapped, before vLLM compiles them."""
+        result = super().load_model(*arguments, **named)
+        with _load_errors():
+            config = self.model_runner.model_config
+            model: nn.Module = self.get_model()
+            self._bp_path, blocks = families.find_blocks(model, config.hf_config, vllm=True)
+            self._bp_total = len(blocks)
+            # Blocks of other pipeline stages have placeholders here.
+            self._bp_blocks = {
+                i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"
+            }
+            mode = self.vllm_config.compilation_config.mode
+            self._bp_compiled = mode is not None and int(mode) != 0
+            # A graph that is captured without compilation needs the operation, too.
+            self._bp_compiled |= self.model_runner.device.type == "cuda" and not config.enforce_eager
+            self._bp_plane = _plane(
+                self._bp_blocks, config.get_hidden_size(), config.dtype, self.model_runner.device
             )
-        self.model: nn.Module = worker.get_model()
-        self.path, blocks = families.find_blocks(self.model, config.hf_config, vllm=True)
-        self.total = len(blocks)
-        # Blocks of other pipeline stages have placeholders here.
-        local = {i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
-        self.expected_form = next(
-            (family.vllm_form for family in reversed(families.families_of(config.hf_config))), None
-        )
-        self.editor = BlockEditor(
-            self.model,
-            local,
-            config.get_hidden_size(),
-            config.dtype,
-            worker.model_runner.device,
-        )
-        self.finder: FormFinder | None = None
-        self.tap: MethodTap | None = None
+            for layer, block in self._bp_blocks.items():
+                wrap(block, layer, self._bp_plane, compiled=self._bp_compiled)
+            self._bp_runner = watch(self.model_runner, self._bp_begin)
+        return result
 
+    def compile_or_warm_up_model(self) -> Any:
+        """As the platform's; then it is proven that edits act."""
+        result = super().compile_or_warm_up_model()
+        with _load_errors():
+            plane = self._bp_plane
+            plane.forms, vector = find_forms(self.model_runner, self._bp_runner, plane, self._bp_blocks)
+            prove_edits(self.model_runner, self._bp_runner, plane, vector)
+        return result
 
-class BrainPatchWorkerExtension:
-    """Edits of the residual stream for all requests that a worker runs, by hooks in an eager engine."""
+    def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        """As the platform's, with requests coming and going, and edits in the forward pass."""
+        health, plane = self._bp_health, self._bp_plane
+        for request in scheduler_output.finished_req_ids:
+            plane.table.release(request)
+            health.release(request)
+        health.catch_up()
+        health.clean(scheduler_output, self.model_runner)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._bp_admit(new)
+        if plane.table.live_requests:
+            health.note_blocks(scheduler_output)
+        self._bp_batch = None
+        try:
+            output = super().execute_model(scheduler_output, *arguments, **named)
+        finally:
+            plane.end()
+        self._bp_look()
+        return output
 
-    if TYPE_CHECKING:
-        _bp_kept: _State
-        model_runner: Any
+    def _bp_look(self) -> None:
+        """After a pass with edits: are the activations still numbers?"""
+        hidden = getattr(self.model_runner.execute_model_state, "hidden_states", None)
+        if self._bp_batch is not None and hidden is not None:
+            self._bp_health.look(hidden, *self._bp_batch)
 
-    def _bp_state(self) -> _State:
-        if "_bp_kept" not in self.__dict__:
-            self._bp_kept = _State(self)
-        return self._bp_kept
+    def _bp_admit(self, new: Any) -> None:
+        try:
+            found = carried(new.sampling_params)
+        except RequestError:  # cannot be: it was checked where vLLM took the request in
+            self._bp_counters["refused"] += 1
+            raise
+        if found is None:
+            return
+        self._bp_counters["admitted"] += 1
+        plane = self._bp_plane
+        plane.table.admit(new.req_id, found.patches, vllm_plugin.prompt_length(new))
+        self._bp_health.admit(new.req_id, found.tag)
+        if found.trace:
+            plane.trace = plane.trace or PlaneTrace()
+            plane.trace.watch(new.req_id, found.tag)
 
-    @_reported
+    def _bp_begin(self, requests: Any, counts: np.ndarray, positions: np.ndarray) -> None:
+        plane = self._bp_plane
+        if plane.proving:  # a pass over made-up requests, whose edits are set already
+            return
+        plane.begin(requests, counts, positions)
+        if plane.columns:
+            self._bp_batch = requests, counts
+
+    # --- called by name --------------------------------------------------------------------------
+
+    @reported
     def bp_probe(self) -> dict[str, Any]:
-        """What is there and what is applied.
-
-        Keys: path, num_layers (of the whole model), local_layers, hidden_size, dtype (of the stream, from the
-        model's config), forms {layer: form}, expected_form (by the table of families), layers (edited now),
-        norms {layer: L2 norm as cast}, hook_calls and rows_edited {layer: count since the last apply},
-        broken_logits (NaN or infinite ones since then), hooks (on all modules, ours and others').
-        """
-        state = self._bp_state()
-        editor = state.editor
+        """What is there: path, num_layers (of the whole model), local_layers, hidden_size, dtype (of the
+        stream), forms {layer: form}, expected_form (by the table of families), runner, compiled."""
+        config = self.model_runner.model_config
+        expected = [family.vllm_form for family in reversed(families.families_of(config.hf_config))]
         return {
-            "path": state.path,
-            "num_layers": state.total,
-            "local_layers": sorted(editor.blocks),
-            "hidden_size": editor.hidden_size,
-            "dtype": dtype_name(editor.dtype),
-            "forms": {str(layer): form for layer, form in editor.forms.items()},
-            "expected_form": state.expected_form,
-            "layers": sorted(editor.deltas),
-            "norms": {str(layer): norm for layer, norm in editor.norms().items()},
-            "hook_calls": {str(layer): count.calls for layer, count in editor.counts.items()},
-            "rows_edited": {str(layer): count.rows for layer, count in editor.counts.items()},
-            "broken_logits": editor.broken,
-            "hooks": sum(
-                len(module._forward_hooks) + len(module._forward_pre_hooks)
-                for module in state.model.modules()
-            ),
+            "path": self._bp_path,
+            "num_layers": self._bp_total,
+            "local_layers": sorted(self._bp_blocks),
+            "hidden_size": self._bp_plane.table.hidden_size,
+            "dtype": dtype_name(self._bp_plane.dtype),
+            "forms": {str(layer): form for layer, form in self._bp_plane.forms.items()},
+            "expected_form": expected[0] if expected else None,
+            "runner": self._bp_runner,
+            "compiled": self._bp_compiled,
         }
 
-    @_reported
-    def bp_apply_deltas(self, deltas: Mapping[int | str, Sequence[float]]) -> dict[str, Any]:
-        """Replace what is added: block number -> hidden_size numbers; an empty mapping removes all.
+    @reported
+    def bp_state(self) -> dict[str, Any]:
+        """What is live now, and totals since the start: live_requests, live_sets, live_vectors, slots (the
+        size of the vector table), admitted, refused, steps, rows_edited, blocks_edited, blocks_missed."""
+        plane = self._bp_plane
+        plane.settle()
+        return {
+            "live_requests": plane.table.live_requests,
+            "live_sets": plane.table.live_sets,
+            "live_vectors": plane.table.live_vectors,
+            "slots": len(plane.table.vectors),
+            **self._bp_counters,
+            **plane.counters,
+        }
 
-        The caller sums; the numbers are cast once to the stream's dtype. Returns what `bp_probe` does, and
-        `was_broken`: whether logits broke under the edits that were replaced, see `bp_clear_cache`.
-        """
-        state = self._bp_state()
-        was_broken = state.editor.broken
-        state.editor.apply({int(layer): values for layer, values in deltas.items()}, state.total)
-        return {**self.bp_probe(), "was_broken": was_broken}
+    @reported
+    def bp_apply_deltas(self, _deltas: Any) -> dict[str, Any]:
+        """Refused: this worker takes patches with each request, and one set for all would share cached blocks."""
+        raise CapabilityError(
+            "BP502",
+            "BrainPatchWorker takes patches with each request",
+            "Use sampling_params(patches=...), or start vLLM with BrainPatchWorkerExtension alone.",
+        )
 
-    @_reported
-    def bp_clear_cache(self) -> dict[str, Any]:
-        """Overwrite the KV cache with zeros. Only while no request runs; then reset the prefix cache.
+    @reported
+    def bp_broken(self, tags: list[str]) -> dict[str, Any]:
+        """Which of these requests had activations that are not finite: {"broken": [tag, ...]}."""
+        self._bp_health.catch_up()
+        return {"broken": [tag for tag in tags if tag in self._bp_health.broken]}
 
-        A NaN that is left in a freed block reaches whoever gets the block next: attention kernels
-        multiply what is beyond a request's end by 0, and 0 times NaN is NaN.
-        """
-        for tensor in tensors_in(self.model_runner.kv_caches):
-            tensor.zero_()
-        return {}
+    @reported
+    def bp_trace_take(self, tag: str) -> dict[str, Any]:
+        """What was measured for a traced request, and forget it: {"rows": [[layer, position, norm], ...]}."""
+        plane = self._bp_plane
+        norms = {} if plane.trace is None else plane.trace.take(tag)
+        if plane.trace is not None and plane.trace.is_empty:
+            plane.trace = None
+        return {"rows": [[layer, position, norm] for (layer, position), norm in sorted(norms.items())]}
 
-    @_reported
+    @reported
     def bp_weights_digest(self) -> dict[str, Any]:
         """SHA-256 of this rank's weights; see `vllm_digest.weights_digest`."""
-        return {"digest": weights_digest(self._bp_state().model)}
+        return {"digest": weights_digest(self.get_model())}
 
-    @_reported
-    def bp_form_start(self, layer: int, element: int) -> dict[str, Any]:
-        """Watch the next forward pass, with a test edit on an element of a block's output (-1: none)."""
-        state = self._bp_state()
-        editor = state.editor
-        if state.finder is None:
-            state.finder = FormFinder(state.model, editor.blocks, editor.hidden_size, editor.dtype)
-        state.finder.start((layer, element))
-        return {}
 
-    @_reported
-    def bp_form_stop(self) -> dict[str, Any]:
-        """End of the watched pass. Returns {"cases": [[layer, element], ...]}: what to try next."""
-        finder = self._bp_state().finder
-        return {"cases": [list(case) for case in finder.stop()] if finder else []}
+def _plane(layers: Iterable[int], hidden_size: int, dtype: torch.dtype, device: torch.device) -> Plane:
+    if device.type == "cpu":
+        return Plane(layers, hidden_size, dtype)
+    from brainpatch.backends.vllm_device_plane import DevicePlane
 
-    @_reported
-    def bp_form_result(self) -> dict[str, Any]:
-        """Judge the watched passes and keep the forms. Returns what `bp_probe` does."""
-        state = self._bp_state()
-        if state.finder is not None:
-            state.editor.forms = state.finder.forms()
-            state.finder = None
-        return self.bp_probe()
+    return DevicePlane(layers, hidden_size, dtype, device)
 
-    @_reported
-    def bp_trace_start(self) -> dict[str, Any]:
-        """Measure at the edited blocks what is added, from now on."""
-        state = self._bp_state()
-        trace = state.editor.trace = Trace()
 
-        # vLLM's runners name every argument; the second by position is the same one
-        def seen(_result: Any, *arguments: Any, **named: Any) -> None:
-            positions = named["positions"] if "positions" in named else arguments[1]
-            trace.positions.append((positions if positions.dim() == 1 else positions[0]).clone())
+def _check_engine(vllm_config: Any) -> None:
+    """Refuse by name what patches cannot live with. Errors: BackendNotAvailable (BP501) for the version,
+    CapabilityError (BP502), EngineError (BP508)."""
+    ok, detail = availability()
+    if not ok:
+        raise BackendNotAvailable("BP501", detail)
+    parallel, passes = vllm_config.parallel_config, vllm_config.compilation_config.pass_config
+    if parallel.worker_cls != vllm_plugin.WORKER:
+        raise CapabilityError(
+            "BP502",
+            f"worker_cls is {parallel.worker_cls}; requests are checked for {vllm_plugin.WORKER} only",
+        )
+    if not vllm_plugin.is_registered():
+        raise EngineError(
+            "BP508",
+            f"vLLM did not load the plugin brainpatch (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r}); "
+            "without it nothing keeps cached blocks of different patches apart",
+            "Add brainpatch to VLLM_PLUGINS, or unset it; and install brainpatch where vLLM runs.",
+        )
+    refused = {
+        "micro-batches (enable_dbo, ubatch_size)": getattr(parallel, "enable_dbo", False)
+        or getattr(parallel, "ubatch_size", 0) > 1,
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "sequence parallelism (pass_config.enable_sp)": getattr(passes, "enable_sp", False),
+        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise CapabilityError("BP502", f"{what}: a block then sees other rows than the batch has")
 
-        state.tap = MethodTap(state.model, "forward", seen)
-        return {}
 
-    @_reported
-    def bp_trace_stop(self) -> dict[str, Any]:
-        """End of the measurement: {"positions": [...], "norms": {layer: [...]}}, row by row."""
-        state = self._bp_state()
-        trace, state.editor.trace = state.editor.trace, None
-        if state.tap is not None:
-            state.tap.remove()
-            state.tap = None
-        if trace is None:
-            return {"positions": [], "norms": {}}
-        return {
-            "positions": [p for chunk in trace.positions for p in chunk.tolist()],
-            "norms": {
-                str(layer): [n for chunk in chunks for n in chunk.tolist()]
-                for layer, chunks in trace.norms.items()
-            },
-        }
+def _own_compile_cache(vllm_config: Any) -> None:
+    """Make the graph with our operation another one to vLLM's compile cache, whose key leaves the worker out."""
+    given = vllm_config.additional_config
+    if isinstance(given, dict):
+        vllm_config.additional_config = {**given, "brainpatch": _GRAPH_VERSION}
+    else:
+        vllm_config.additional_config = _Hashed(given)
+
+
+class _Hashed:
+    """An additional_config that is no mapping, told apart from itself in a plain engine."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def compute_hash(self) -> str:
+        """The given one's hash, marked."""
+        return f"{self._given.compute_hash()}-brainpatch-{_GRAPH_VERSION}"
+
+
+@contextmanager
+def _load_errors() -> Iterator[None]:
+    """Leave an error's code for the process that started this one; vLLM passes on that it failed, not why."""
+    try:
+        yield
+    except BrainPatchError as error:
+        if target := os.environ.get(LOAD_ERROR_FILE):
+            Path(target).write_text(json.dumps({"code": error.code, "reason": error.reason}))
+        raise

@@ -155,12 +155,17 @@ class Segment(NamedTuple):
     coefficients: tuple[float, ...]
 
 
-class _Term(NamedTuple):
-    """One intervention of a set at a layer."""
+class Term(NamedTuple):
+    """One intervention of a set at a layer, with its patch's strength and schedule."""
 
     strength: float
     schedule: StrengthSchedule | None
     item: PreparedIntervention
+
+    @property
+    def depends_on_position(self) -> bool:
+        """True when the term differs between positions: by its schedule or by its site."""
+        return self.item.site != "all" or (self.schedule is not None and not self.schedule.is_constant())
 
 
 class ResolvedSet:
@@ -174,38 +179,35 @@ class ResolvedSet:
         self.patches = tuple(patches)
 
     @cached_property
-    def _terms(self) -> dict[int, tuple[_Term, ...]]:
-        terms: dict[int, list[_Term]] = {}
+    def terms(self) -> dict[int, tuple[Term, ...]]:
+        """What is added, by layer in ascending order; terms that are 0 at every token index are left out."""
+        terms: dict[int, list[Term]] = {}
         for patch in self.patches:
             for item in patch.interventions:
                 if patch.peak >= EPSILON and abs(patch.peak * item.coefficient) >= EPSILON:
-                    terms.setdefault(item.layer, []).append(_Term(patch.strength, patch.schedule, item))
+                    terms.setdefault(item.layer, []).append(Term(patch.strength, patch.schedule, item))
         return {layer: tuple(terms[layer]) for layer in sorted(terms)}
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The decoder blocks that are edited at some position, ascending."""
-        return tuple(self._terms)
+        return tuple(self.terms)
 
     @property
     def is_empty(self) -> bool:
         """True when nothing is added anywhere."""
-        return not self._terms
+        return not self.terms
 
     @cached_property
     def depends_on_position(self) -> bool:
         """True when the edits differ between positions: by a schedule or by a site."""
-        return any(
-            term.item.site != "all" or (term.schedule is not None and not term.schedule.is_constant())
-            for terms in self._terms.values()
-            for term in terms
-        )
+        return any(term.depends_on_position for terms in self.terms.values() for term in terms)
 
     def vectors(self, layer: int) -> NDArray[np.float32]:
         """The vectors of the layer's interventions: float32 [interventions, hidden_size]."""
         import numpy as np
 
-        return np.stack([term.item.vector for term in self._terms[layer]])
+        return np.stack([term.item.vector for term in self.terms[layer]])
 
     def coefficients(
         self, layer: int, positions: NDArray[np.int64], prompt_length: int
@@ -220,7 +222,7 @@ class ResolvedSet:
         index = np.maximum(0, positions - prompt_length)
         in_prompt = positions < prompt_length
         columns = []
-        for strength, schedule, item in self._terms[layer]:
+        for strength, schedule, item in self.terms[layer]:
             multiplier = strength * (np.ones(len(index)) if schedule is None else _scheduled(schedule, index))
             multiplier[np.abs(multiplier) < EPSILON] = 0.0
             column = multiplier * item.coefficient
@@ -256,7 +258,7 @@ class ResolvedSet:
         import numpy as np
 
         start = np.zeros(1, dtype=np.int64)
-        return {layer: tuple(self.coefficients(layer, start, 1)[0].tolist()) for layer in self._terms}
+        return {layer: tuple(self.coefficients(layer, start, 1)[0].tolist()) for layer in self.terms}
 
     def sum(self, layer: int, coefficients: tuple[float, ...]) -> NDArray[np.float32]:
         """What is added at the layer for these coefficients: float32 [hidden_size].
@@ -265,8 +267,8 @@ class ResolvedSet:
         """
         import numpy as np
 
-        total = np.zeros_like(self._terms[layer][0].item.vector)
-        for coefficient, term in zip(coefficients, self._terms[layer], strict=True):
+        total = np.zeros_like(self.terms[layer][0].item.vector)
+        for coefficient, term in zip(coefficients, self.terms[layer], strict=True):
             if coefficient:
                 total = total + np.float32(coefficient) * term.item.vector
         return total
@@ -284,7 +286,7 @@ class ResolvedSet:
         Names do not enter: two sets with one digest do the same to a model.
         """
         seal = hashlib.sha256(b"brainpatch-resolved-set-v1")
-        for layer, terms in self._terms.items():
+        for layer, terms in self.terms.items():
             for strength, schedule, item in terms:
                 seal.update(struct.pack("<Idd", layer, strength, item.coefficient))
                 seal.update(item.site.encode() + b"\0" + item.vector_digest)

@@ -18,7 +18,7 @@ def ask(backend, prompt, config=CONFIG, **given):
 
 def fresh(backend, prompt, **given):
     """What an engine without any cached block answers."""
-    assert backend._engine.llm.reset_prefix_cache()
+    backend._driver.reset_cache()
     answer = ask(backend, prompt, **given)
     assert answer.cached_tokens == 0
     return answer
@@ -29,7 +29,7 @@ def test_a_patch_that_is_switched_leaves_nothing_in_the_cache(backend, long_prom
     states = [{"p": 1.0}, {}, {"p": 0.5}, {"p": -1.0}]
     wanted = [fresh(backend, long_prompt, patches=state) for state in states]
     assert len({tuple(one.logprobs[0].values()) for one in wanted}) == len(states)
-    assert backend._engine.llm.reset_prefix_cache()
+    backend._driver.reset_cache()
     for state, right in zip(states, wanted, strict=True):
         answer = ask(backend, long_prompt, patches=state)
         assert answer.cached_tokens == 0
@@ -83,3 +83,28 @@ def test_the_callers_salt_is_joined(backend, long_prompt):
     assert ask(backend, long_prompt, salted, patches={}).cached_tokens == 0
     forged = GenerationConfig(max_new_tokens=8, extra={"cache_salt": f"brainpatch:{digest}:"})
     assert ask(backend, long_prompt, forged, patches={}).cached_tokens == 0
+
+
+def test_position_dependent_patches_share_only_with_prompts_of_their_length(backend, long_prompt):
+    """What is edited at a position follows from the prompt's length, too."""
+    backend.install_patch(steering("late", site="continuation"))
+    first = fresh(backend, long_prompt[:280])
+    assert ask(backend, long_prompt[:280]).cached_tokens >= 256
+    # the first prompt and its answer, as a prompt: its blocks hold edited positions
+    longer = [*long_prompt[:280], *first.token_ids]
+    answer = ask(backend, longer)
+    assert answer.cached_tokens == 0
+    right = fresh(backend, longer)
+    assert (answer.token_ids, answer.logprobs) == (right.token_ids, right.logprobs)
+
+
+def test_one_batch_of_several_states_shares_among_equals_alone(backend, long_prompt):
+    """A, plain, B, A, A' in turn: hits for equal configurations only."""
+    backend.install_patch(steering("a"))
+    backend.install_patch(steering("b", (10,)), enabled=False)
+    backend._driver.reset_cache()
+    seen = [
+        ask(backend, long_prompt, patches=wish).cached_tokens
+        for wish in ({"a": 1}, {}, {"b": 1}, {"a": 1}, {"a": 0.9})
+    ]
+    assert [count > 0 for count in seen] == [False, False, False, True, False]

@@ -14,11 +14,9 @@ from brainpatch.backends import vllm_engine
 from brainpatch.backends.vllm_digest import weights_digest
 from brainpatch.backends.vllm_forms import PLAIN, FormFinder
 from brainpatch.backends.vllm_hooks import BlockEditor, MethodTap, Trace, stream_of
-from brainpatch.backends.vllm_sampling import cache_salt, sampling_params
+from brainpatch.backends.vllm_sampling import sampling_params
 from brainpatch.errors import EngineError, RequestError
 from brainpatch.runtime import GenerationConfig
-from brainpatch.runtime.meaning import ResolvedSet, resolve
-from tests.engines.vllm.material import steering
 
 pytestmark = pytest.mark.vllm
 
@@ -264,24 +262,6 @@ def test_sampling_parameters_say_everything_themselves():
         with pytest.raises(RequestError, match=r"BP404.*at most 20"):
             sampling_params(GenerationConfig(extra={"logprobs": asked}), max_logprobs=20)
     assert sampling_params(GenerationConfig(extra={"logprobs": -1}), max_logprobs=-1).logprobs == -1
-
-
-def test_a_salt_names_one_state_and_one_caller():
-    from brainpatch.runtime.meaning import ActivePatch
-
-    patch = steering("p")
-    steered = resolve({"p": 1}, {"p": ActivePatch(patch)})
-    plain, mine = GenerationConfig(), GenerationConfig(extra={"cache_salt": "me"})
-    assert cache_salt(ResolvedSet(), plain) is None
-    forged = GenerationConfig(extra={"cache_salt": f"brainpatch:{steered.digest}:"})
-    salts = [
-        cache_salt(patches, config)
-        for patches in (ResolvedSet(), steered)
-        for config in (plain, mine, forged)
-    ]
-    assert len(set(salts)) == 6
-    assert steered.digest in cache_salt(steered, plain)
-    assert cache_salt(steered, mine).endswith(":me")
 
 
 @pytest.mark.parametrize(

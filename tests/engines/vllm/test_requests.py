@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import threading
 import time
 
 import pytest
 
-from brainpatch.errors import (
-    CapabilityError,
-    EngineError,
-    EngineStateError,
-    RequestError,
-    UnknownPatchError,
-)
-from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.errors import EngineError, RequestError, UnknownPatchError
 from brainpatch.runtime import GenerationConfig
+from brainpatch.runtime.requests import Request
 from tests.engines.vllm.material import steering
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
@@ -135,108 +131,225 @@ def test_the_longest_prompt_that_fits_is_answered(backend, chats):
         backend.generate_detailed([longest], GenerationConfig(max_new_tokens=5))
 
 
-def test_what_depends_on_position_is_refused(backend, chats):
-    for site in ("prompt", "continuation"):
-        with pytest.raises(CapabilityError, match=r"BP502.*site"):
-            backend.install_patch(steering("s", site=site))
-    with pytest.raises(CapabilityError, match=r"BP502.*schedule"):
-        backend.install_patch(steering("s", schedule=StrengthSchedule({0: 1.0, 5: 0.0})))
-    assert backend.list_patches() == []
-    backend.install_patch(steering("p"))
-    with pytest.raises(CapabilityError, match=r"BP502.*schedule"):
-        ids(backend, chats[0], GREEDY, patches={"p": {"schedule": {"0": 1, "5": 0}}})
-    constant = ids(backend, chats[0], GREEDY, patches={"p": {"strength": 2, "schedule": {"0": 0.5}}})
-    assert constant == ids(backend, chats[0], GREEDY, patches={"p": 1})
-    with pytest.raises(CapabilityError, match="BP502"):
-        backend.set_schedule("p", {0: 1.0})
-    with pytest.raises(CapabilityError, match="BP502"):
-        backend.stream(chats[0], GREEDY)
+def test_an_unknown_patch_is_refused(backend, chats):
     with pytest.raises(UnknownPatchError, match="BP401"):
         ids(backend, chats[0], GREEDY, patches={"q": 1})
 
 
-def test_patches_are_frozen_while_serving(backend, chats):
+def test_a_stream_is_the_answer_in_pieces_and_ends_when_closed(backend, chats):
     backend.install_patch(steering("p"))
-    backend.install_patch(steering("q"), enabled=False)
-    wanted = ids(backend, chats[0], GREEDY)
-    backend.begin_serving()
-    for change in (
-        lambda: backend.set_strength("p", 0.5),
-        lambda: backend.set_enabled("p", False),
-        lambda: backend.remove_patch("p"),
-        lambda: backend.install_patch(steering("r")),
-        lambda: ids(backend, chats[0], GREEDY, patches={}),
-        lambda: ids(backend, chats[0], GREEDY, patches={"q": 1}),
-        lambda: backend.trace(chats[0], GREEDY, patches={"q": 1}),
-    ):
-        with pytest.raises(EngineStateError, match="BP408"):
-            change()
-    assert ids(backend, chats[0], GREEDY) == wanted
-    assert ids(backend, chats[0], GREEDY, patches={"p": 1.0}) == wanted
-    backend.end_serving()
-    assert backend.set_strength("p", 0.5) == 0.5
-    assert ids(backend, chats[0], GREEDY, patches={}) != wanted
+    whole = backend.generate(chats[0], GREEDY)
+    pieces = list(backend.stream(chats[0], GREEDY))
+    assert "".join(pieces) == whole
+    assert len(pieces) > 4
+    long = GenerationConfig(max_new_tokens=900, ignore_eos=True)
+    stream = backend.stream(chats[0], long)
+    next(stream)
+    stream.close()
+    assert backend.generate(chats[0], GREEDY) == whole
+    assert not backend._driver._sinks
 
 
-def test_a_second_thread_is_refused_and_the_first_is_not_disturbed(backend, chats):
-    wanted = ids(backend, chats[0], GenerationConfig(max_new_tokens=200, ignore_eos=True))
+def test_a_stream_on_an_event_loop(backend, chats):
+    backend.install_patch(steering("p"))
+
+    async def both():
+        async def text(wish):
+            return "".join([piece async for piece in backend.astream(chats[0], GREEDY, patches=wish)])
+
+        return await asyncio.gather(text({"p": 1}), text({}))
+
+    assert asyncio.run(both()) == [
+        backend.generate(chats[0], GREEDY, patches={"p": 1}),
+        backend.generate(chats[0], GREEDY, patches={}),
+    ]
+
+
+def test_threads_share_the_engine(backend, chats):
+    backend.install_patch(steering("p"))
+    wanted = {x: ids(backend, chats[0], GREEDY, patches={"p": x}) for x in (0, 1, -1)}
+    answers = {}
+
+    def ask(x):
+        answers[x] = ids(backend, chats[0], GREEDY, patches={"p": x})
+
+    threads = [threading.Thread(target=ask, args=(x,)) for x in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == wanted
+
+
+def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_with(backend, chats):
+    """One thread changes, others ask; each answer is that of the digest it came with."""
+    config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
+    variants = [steering("p", (layer,)) for layer in (12, 15)]
+    backend.install_patch(variants[0])
+    stop = threading.Event()
+    changes = 0
+
+    def change():
+        nonlocal changes
+        turn = random.Random(0)
+        while not stop.is_set():
+            what = turn.randrange(4)
+            if what == 0:
+                backend.install_patch(variants[changes % 2], strength=turn.choice([1.0, -1.0]))
+            elif what == 1 and "p" in backend.list_patches():
+                backend.remove_patch("p")
+            elif "p" in backend.list_patches():
+                backend.set_strength("p", turn.choice([0.5, 1.0, 2.0]))
+                if what == 3:
+                    backend.set_schedule("p", turn.choice([None, {0: 1.0, 3: 0.0}]))
+            changes += 1
+            time.sleep(0.002)
+
     answers = []
-    config = GenerationConfig(max_new_tokens=200, ignore_eos=True)
-    first = threading.Thread(target=lambda: answers.append(ids(backend, chats[0], config)))
-    first.start()
-    while not backend._in_call.locked():
-        time.sleep(0.001)
-    for call in (
-        lambda: backend.generate(chats[1], GREEDY),
-        backend.worker_state,
-        backend.begin_serving,
-        backend.unload,
-    ):
-        with pytest.raises(EngineStateError, match="BP409"):
-            call()
-    first.join()
-    assert answers == [wanted]
-    assert backend.generate(chats[1], GREEDY)
+    seen = {}
+
+    def ask(number):
+        for turn in range(10):
+            prompt = (number + turn) % len(chats)
+            patches = backend._resolved(None)
+            request = Request(tuple(chats[prompt]), config, patches)
+            answers.append((prompt, patches, backend._run([request])[0]))
+            seen[patches.digest] = patches
+
+    changer = threading.Thread(target=change)
+    askers = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    changer.start()
+    for thread in askers:
+        thread.start()
+    for thread in askers:
+        thread.join()
+    stop.set()
+    changer.join()
+    assert len(answers) == 60
+    assert changes > 50
+    assert len(seen) > 4
+    solo = {}
+    for prompt, patches, answer in answers:
+        assert answer.digest == patches.digest
+        key = prompt, patches.digest
+        if key not in solo:
+            solo[key] = backend._run([Request(tuple(chats[prompt]), config, patches)])[0].token_ids
+        assert answer.token_ids == solo[key]
+    (state,) = backend.worker_state()
+    assert (state["live_vectors"], state["live_requests"], state["blocks_missed"]) == (0, 0, 0)
+
+
+def raw(backend, prompts, parameters):
+    """The engine as somebody uses it who calls vLLM by himself."""
+    given = [{"prompt_token_ids": prompt[0], **prompt[1]} for prompt in prompts]
+    outputs = backend._driver.call(lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False))
+    return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+
+
+def test_the_parameters_alone_are_safe(backend, long_prompt):
+    from vllm import SamplingParams
+
+    backend.install_patch(steering("p"))
+    base = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args={"mine": 1})
+    steered, plain = backend.sampling_params({"p": 1}, base), backend.sampling_params({}, base)
+    assert base.extra_args == {"mine": 1}
+    assert plain.extra_args == {"mine": 1}
+    assert set(steered.extra_args) == {"mine", "brainpatch"}
+    config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
+    backend._driver.reset_cache()
+    wanted = [ids(backend, long_prompt, config, patches=wish)[0] for wish in ({"p": 1}, {})]
+    backend._driver.reset_cache()
+    first = raw(backend, [(long_prompt, {})] * 2, [steered, plain])
+    again = raw(backend, [(long_prompt, {})] * 2, [steered, plain])
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == wanted
+    assert all(cached >= 256 for _, cached in again)
+    salted = raw(backend, [(long_prompt, {"cache_salt": backend.cache_salt({"p": 1})})], steered)
+    assert salted[0][1] >= 256  # the salt that follows anyway
+
+
+def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
+    from vllm import SamplingParams
+
+    backend.install_patch(steering("p", norm=80.0))
+    base = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    steered = backend.sampling_params({"p": 1}, base)
+    wanted = raw(backend, [(long_prompt, {})], steered)[0][0]
+    plain = raw(backend, [(long_prompt, {})], base)[0][0]
+    assert wanted != plain
+    good = steered.extra_args["brainpatch"]
+    wide = VLLMForger.wider(good["set"])
+    for forged in (
+        "text", {"set": "text"}, {"set": b"junk"}, {"set": good["set"][:-1]}, {**good, "more": 1},
+        {**good, "tag": "x" * 65}, {**good, "set": wide}, {"digest": "a" * 64}, 7,
+    ):  # fmt: skip
+        parameters = base.clone()
+        parameters.extra_args = {"brainpatch": forged}
+        with pytest.raises(RequestError, match="BP410"):
+            raw(backend, [(long_prompt, {})], parameters)
+    salt = backend.cache_salt({"p": 1})
+    for name in (salt, salt[:-1], f"{salt}x", "brainpatch:", "brainpatch::"):
+        tokens, cached = raw(backend, [(long_prompt, {"cache_salt": name})], base)[0]
+        assert (tokens, cached) == (plain, 0), name
+    assert raw(backend, [(long_prompt, {})], steered)[0][0] == wanted
+
+
+class VLLMForger:
+    @staticmethod
+    def wider(data):
+        """A set of another model's width."""
+        from brainpatch.runtime import wire
+        from brainpatch.runtime.meaning import ActivePatch, resolve
+        from tests.factories import make_patch
+
+        patch = make_patch([{"layer": 1}], hidden=8)
+        return wire.encode(resolve({"p": 1}, {"p": ActivePatch(patch)}))
 
 
 def test_a_failure_in_the_worker_does_not_end_the_engine(backend, chats):
-    engine = backend._engine
-    for deltas, words in (
-        ({30: [0.0] * 576}, "block 30"),
-        ({3: [0.0] * 575}, "575 numbers"),
-        ({"x": []}, "ValueError"),
-    ):
-        with pytest.raises(EngineError, match=words):
-            engine.rpc("bp_apply_deltas", deltas)
-    with pytest.raises(EngineError, match="BP118"):
-        engine.rpc("bp_apply_deltas", {3: [1e39] * 576})
-    assert engine.rpc("bp_apply_deltas", {"3": [1.0] * 576})[0]["norms"] == {"3": 24.0}
-    assert engine.rpc("bp_apply_deltas", {})[0]["layers"] == []
+    with pytest.raises(EngineError, match="BP508"):
+        backend._driver.rpc("bp_broken", 5)
+    with pytest.raises(EngineError, match="BP502"):
+        backend._driver.rpc("bp_apply_deltas", {})
+    with pytest.raises(EngineError, match="BP508"):
+        backend._driver.rpc("bp_no_such_method")
     assert backend.generate(chats[0], GREEDY)
 
 
-def test_logits_that_are_not_numbers_are_an_error_with_a_code(backend, chats):
-    plain = ids(backend, chats[0], GREEDY)
+def test_one_bad_request_does_not_hurt_the_others_of_its_batch(backend, chats):
+    """Activations that are not numbers: that request fails by code, the other seven are right, and stay so."""
+    wanted = [one.token_ids for one in backend.generate_detailed(chats, GREEDY, patches={})]
     backend.install_patch(steering("huge", (10, 12, 14), norm=3e38, coefficient=7.0))  # their sum overflows
-    with pytest.raises(EngineError, match=r"BP509.*huge"):
-        ids(backend, chats[0], GREEDY)
-    assert ids(backend, chats[0], GREEDY, patches={}) == plain
+    wishes = [{}, {}, {"huge": 1}, {}, {}, {}, {}, {}]
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"BP509.*huge") as caught:
+            backend.generate_detailed(chats, GREEDY, patches=wishes)
+        answers = caught.value.answers
+        assert answers[2] is None
+        assert [a.token_ids for a in answers if a] == [w for i, w in enumerate(wanted) if i != 2]
+    # blocks of the broken request are handed out again
+    crowd = backend.generate_detailed(chats * 6, GREEDY, patches={})
+    assert [one.token_ids for one in crowd] == wanted * 6
+    with pytest.raises(EngineError, match="BP509"):
+        list(backend.stream(chats[0], GREEDY, patches={"huge": 1}))
+    with pytest.raises(EngineError, match="BP509"):
+        backend.trace(chats[0], GREEDY, patches={"huge": 1})
 
 
 def test_an_interrupted_call_leaves_no_request_behind(backend, chats, monkeypatch):
-    engine = backend._engine.llm.llm_engine
-    step, steps = engine.step, []
-
-    def interrupted():
-        steps.append(1)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        return step()
-
     wanted = ids(backend, chats[1], GREEDY)
-    monkeypatch.setattr(engine, "step", interrupted)
+    submit = backend._submit
+    submitted = []
+
+    def interrupted(*arguments, **named):
+        submitted.append(1)
+        if len(submitted) == 3:
+            raise KeyboardInterrupt
+        return submit(*arguments, **named)
+
+    monkeypatch.setattr(backend, "_submit", interrupted)
+    long = GenerationConfig(max_new_tokens=500, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
-        ids(backend, chats[0], GREEDY)
+        backend.generate_detailed(chats[:4], long)
     monkeypatch.undo()
-    assert not engine.has_unfinished_requests()
     assert ids(backend, chats[1], GREEDY) == wanted
+    assert not backend._driver.call(backend._engine.llm.llm_engine.has_unfinished_requests)

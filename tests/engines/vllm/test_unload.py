@@ -33,7 +33,7 @@ def engine_processes():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"enforce_eager": False}, {"worker_extension_cls": "a.B"}, {"device": "cuda"}],
+    [{"worker_cls": "a.B"}, {"device": "cuda"}],
 )
 def test_arguments_that_patches_cannot_live_with_are_refused_before_any_cost(arguments):
     with pytest.raises(CapabilityError) as caught:

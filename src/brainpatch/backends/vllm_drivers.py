@@ -1,0 +1,241 @@
+"""Who steps a vLLM engine: requests go in from any thread, outputs come back to whoever asked.
+
+- `LLMDriver`: vLLM's `LLM` may be used by one thread at a time. A thread of the driver's owns it: it takes
+  commands from a queue, steps the engine while there is work, and hands each output to its request's sink.
+  No lock is held over generation, and requests of different threads share one batch.
+- `AsyncDriver`: an `AsyncLLM` belongs to the event loop that it was made in; the driver only hands over.
+
+A sink is called with RequestOutputs, the last one `finished`, or with an exception, after which nothing comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from brainpatch.errors import BrainPatchError, EngineError, EngineStateError, RequestError
+
+Sink = Callable[[Any], None]
+_T = TypeVar("_T")
+
+_numbers = itertools.count()
+
+
+class Driver(Protocol):
+    """What the backend needs of an engine."""
+
+    def submit(self, prompt: Any, parameters: Any, sink: Sink) -> str:
+        """Hand in a request; returns its id. `prompt` is what vLLM calls TokensInput."""
+
+    def abort(self, requests: Sequence[str]) -> None:
+        """Stop requests; their sinks hear nothing more that matters."""
+
+    def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call a worker method by name; one result a rank. EngineError with the code that a worker reports."""
+
+    def close(self) -> None:
+        """Take no more work. The engine itself is not ended."""
+
+
+class LLMDriver:
+    """Drives a `vllm.LLM` from a thread of its own."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}  # touched by the thread alone
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._drive, name="brainpatch-vllm", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Any, parameters: Any, sink: Sink) -> str:
+        """See `Driver`."""
+        request = f"brainpatch-{next(_numbers)}"
+
+        def add() -> None:
+            if self._failed is not None:
+                sink(_as_error(self._failed))
+                return
+            self._sinks[request] = sink
+            try:
+                self._llm.llm_engine.add_request(request, prompt, parameters)
+            except Exception as error:
+                del self._sinks[request]
+                sink(_as_error(error))
+
+        self._commands.put(add)
+        return request
+
+    def abort(self, requests: Sequence[str]) -> None:
+        """See `Driver`."""
+        named = list(requests)
+
+        def drop() -> None:
+            live = [request for request in named if self._sinks.pop(request, None) is not None]
+            if live:
+                with contextlib.suppress(Exception):  # a dead engine has nothing left to drop
+                    self._llm.llm_engine.abort_request(live)
+
+        self._commands.put(drop)
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Run `function` on the thread that owns the engine, between two steps, and return its result."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except BaseException as error:  # it belongs to the caller's thread
+                done.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise EngineStateError("BP407", "the engine is closed")
+        self._commands.put(run)
+        return done.result()
+
+    def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """See `Driver`."""
+        return _judged(lambda: self.call(lambda: self._llm.collective_rpc(method, args=arguments)), method)
+
+    def reset_cache(self) -> None:
+        """Forget the prefix cache. EngineError (BP508) when vLLM refuses."""
+        if not self.call(self._llm.reset_prefix_cache):
+            raise EngineError("BP508", "vLLM did not reset its prefix cache")
+
+    def close(self) -> None:
+        """See `Driver`. Requests that still run hear that the engine is closed."""
+        self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _drive(self) -> None:
+        engine = self._llm.llm_engine
+        while True:
+            try:
+                command = self._commands.get(block=not self._sinks)
+            except queue.Empty:
+                self._step(engine)
+                continue
+            if command is None:
+                break
+            command()
+        self._tell_all(EngineStateError("BP407", "the engine was closed while it worked on the request"))
+
+    def _step(self, engine: Any) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:
+            self._failed = error
+            self._tell_all(error)
+            return
+        for output in outputs:
+            sink = self._sinks.get(output.request_id)
+            if sink is not None:
+                if output.finished:
+                    del self._sinks[output.request_id]
+                sink(output)
+
+    def _tell_all(self, error: BaseException) -> None:
+        for sink in self._sinks.values():
+            sink(_as_error(error))
+        self._sinks.clear()
+
+
+class AsyncDriver:
+    """Hands requests to a `vllm.AsyncLLM` on the event loop that it lives in."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: dict[str, Future[None]] = {}
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
+
+    def submit(self, prompt: Any, parameters: Any, sink: Sink) -> str:
+        """See `Driver`."""
+        request = f"brainpatch-{next(_numbers)}"
+
+        async def run() -> None:
+            try:
+                async for output in self._llm.generate(prompt, parameters, request):
+                    sink(output)
+            except Exception as error:
+                sink(_as_error(error))
+            finally:
+                self._tasks.pop(request, None)
+
+        self._tasks[request] = asyncio.run_coroutine_threadsafe(run(), self._found_loop())
+        return request
+
+    def abort(self, requests: Sequence[str]) -> None:
+        """See `Driver`."""
+        for request in requests:
+            task = self._tasks.pop(request, None)
+            if task is not None:
+                task.cancel()
+
+    def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """See `Driver`. EngineStateError (BP409) on the loop's own thread, which would wait for itself."""
+        self.check_thread()
+        call = self._llm.collective_rpc(method, args=arguments)
+        return _judged(lambda: asyncio.run_coroutine_threadsafe(call, self._found_loop()).result(), method)
+
+    async def rpc_async(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """As `rpc`, on the loop."""
+        results = await self._llm.collective_rpc(method, args=arguments)
+        return _judged(lambda: results, method)
+
+    def check_thread(self) -> None:
+        """EngineStateError (BP409) when the caller stands on the loop that would have to work for it."""
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._found_loop():
+                raise EngineStateError(
+                    "BP409",
+                    "this call would block the event loop of the AsyncLLM",
+                    "Use `astream`, or another thread.",
+                )
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self.abort(list(self._tasks))
+
+    def _found_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            try:
+                self._loop = asyncio.get_running_loop()
+            except RuntimeError:
+                raise EngineStateError(
+                    "BP407", "the event loop of the AsyncLLM is not known", "Call `from_llm` inside it."
+                ) from None
+        return self._loop
+
+
+def _as_error(error: BaseException) -> BaseException:
+    """What a caller gets to see: ours as they are, vLLM's with a code."""
+    if isinstance(error, BrainPatchError):
+        return error
+    if type(error).__name__ == "VLLMValidationError":  # found out when the request was handed in
+        return RequestError("BP404", f"vLLM refuses the request: {error}")
+    return EngineError("BP508", f"{type(error).__name__}: {error}")
+
+
+def _judged(call: Callable[[], list[dict[str, Any]]], method: str) -> list[dict[str, Any]]:
+    try:
+        results = call()
+    except BrainPatchError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            "BP508", f"vLLM could not be asked for {method}: {type(error).__name__}: {error}"
+        ) from error
+    for rank, result in enumerate(results):
+        if "error" in result:
+            where = f" (rank {rank})" if len(results) > 1 else ""
+            raise EngineError(result["error"]["code"], result["error"]["reason"] + where)
+    return results

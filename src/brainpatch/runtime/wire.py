@@ -1,0 +1,138 @@
+"""A resolved set as bytes, for engines whose forward pass runs in another process.
+
+The bytes carry everything that a set means, vectors included, so that a request is whole in itself: no
+process has to remember what a request refers to. Names are left out; `ResolvedSet.digest` is kept. The
+form is MessagePack, read by a typed decoder: data from a stranger becomes a set or an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from brainpatch.errors import PatchFormatError, RequestError
+from brainpatch.patch.limits import MAX_NUM_LAYERS
+from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.runtime.meaning import PreparedIntervention, ResolvedPatch, ResolvedSet
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+VERSION: Final = 1
+_SITES: Final = ("all", "prompt", "continuation")
+
+
+class _Schedule(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    keyframes: dict[int, float]
+    interpolate: bool
+    default: float
+
+
+class _Intervention(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    layer: int
+    site: int
+    coefficient: float
+    vector: int
+
+
+class _Patch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    strength: float
+    schedule: _Schedule | None
+    interventions: list[_Intervention]
+
+
+class _Set(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    version: int
+    vectors: list[bytes]
+    patches: list[_Patch]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Set)
+
+
+def encode(patches: ResolvedSet) -> bytes:
+    """The set as bytes; equal sets give equal bytes. Vectors that are used twice are carried once."""
+    numbers: dict[bytes, int] = {}
+    vectors: list[bytes] = []
+    carried = []
+    effective = {
+        (strength, id(schedule), id(item))
+        for terms in patches.terms.values()
+        for strength, schedule, item in terms
+    }
+    for patch in patches.patches:
+        kept = []
+        for item in patch.interventions:
+            if (patch.strength, id(patch.schedule), id(item)) in effective:
+                number = numbers.setdefault(item.vector_digest, len(vectors))
+                if number == len(vectors):
+                    vectors.append(item.vector.astype("<f4").tobytes())
+                site = _SITES.index(item.site)
+                kept.append(_Intervention(item.layer, site, float(item.coefficient), number))
+        if kept:
+            steps = patch.schedule
+            schedule = (
+                None if steps is None else _Schedule(dict(steps.keyframes), steps.interpolate, steps.default)
+            )
+            carried.append(_Patch(float(patch.strength), schedule, kept))
+    return _ENCODER.encode(_Set(VERSION, vectors, carried))
+
+
+@lru_cache(maxsize=64)
+def decode(data: bytes) -> ResolvedSet:
+    """The set that `encode` wrote. RequestError (BP410) for anything else, numbers that are not finite included."""
+    try:
+        found = _DECODER.decode(data)
+        if found.version != VERSION:
+            raise RequestError("BP410", f"the set is of version {found.version}; {VERSION} is read")
+        vectors = [_vector(raw) for raw in found.vectors]
+        if len({len(vector) for vector, _ in vectors}) > 1:
+            raise RequestError("BP410", "the set's vectors are of different lengths")
+        return ResolvedSet(
+            ResolvedPatch(
+                name=str(number),
+                strength=_finite(patch.strength),
+                schedule=None if patch.schedule is None else _schedule(patch.schedule),
+                interventions=tuple(_intervention(item, vectors) for item in patch.interventions),
+            )
+            for number, patch in enumerate(found.patches)
+        )
+    except RequestError:
+        raise
+    except (msgspec.MsgspecError, PatchFormatError, ValueError, IndexError, OverflowError) as error:
+        raise RequestError("BP410", f"the set cannot be read: {error}") from None
+
+
+def _schedule(given: _Schedule) -> StrengthSchedule:
+    return StrengthSchedule(given.keyframes, given.interpolate, given.default)
+
+
+def _intervention(
+    item: _Intervention, vectors: list[tuple[NDArray[np.float32], bytes]]
+) -> PreparedIntervention:
+    if not (0 <= item.layer < MAX_NUM_LAYERS and 0 <= item.site < len(_SITES) and item.vector >= 0):
+        raise RequestError("BP410", "the set has a layer, a site or a vector number out of range")
+    return PreparedIntervention(
+        item.layer, _SITES[item.site], _finite(item.coefficient), *vectors[item.vector]
+    )
+
+
+def _finite(number: float) -> float:
+    if not math.isfinite(number):
+        raise RequestError("BP410", "the set has a number that is not finite")
+    return number
+
+
+def _vector(raw: bytes) -> tuple[NDArray[np.float32], bytes]:
+    import numpy as np
+
+    vector = np.frombuffer(raw, dtype="<f4")
+    if not len(vector) or not np.isfinite(vector).all():
+        raise RequestError("BP410", "the set has a vector that is empty or not finite")
+    return vector, hashlib.sha256(raw).digest()
