@@ -261,7 +261,7 @@ class EditTable:
         multiplier = self._strength[column, plan[row]] * value
         multiplier[np.abs(multiplier) < EPSILON] = 0.0
         moved = multiplier * self._scale[column, plan[row]]
-        nothing: NDArray[np.bool_] = np.less(np.abs(moved), EPSILON)
+        nothing = np.flatnonzero(np.abs(moved) < EPSILON)
         moved[nothing] = 1.0
         coefficient[at] = moved
         index[column[nothing], row[nothing]] = 0
