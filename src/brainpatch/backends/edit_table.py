@@ -273,7 +273,7 @@ class EditTable:
         index: NDArray[np.int32],
         coefficient: NDArray[np.float32],
     ) -> Step | None:
-        live = index.any(axis=1)
+        live: NDArray[np.bool_] = np.logical_or.reduce(index, axis=1)
         columns = {
             layer: (first, last) for layer, (first, last) in self._spans.items() if live[first:last].any()
         }
