@@ -17,7 +17,7 @@ from brainpatch.backends.vllm_backend import VLLMBackend
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.material import MODEL_ID, steering
 
-pytestmark = [pytest.mark.vllm, pytest.mark.model]
+pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow]
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -116,10 +116,9 @@ def check(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
 def test_requests_under_pressure_get_what_they_get_alone(free_slot, model_folder, long_prompt, capsys):
     with VLLMBackend() as backend:
         backend.load_model(model_folder, model_id=MODEL_ID, enforce_eager=True, **SMALL)
-        check(pressed(backend, 16, long_prompt), capsys)
+        check(pressed(backend, 60, long_prompt), capsys)
 
 
-@pytest.mark.slow
 def test_requests_under_pressure_in_a_compiled_engine(free_slot, model_folder, long_prompt, capsys):
     with VLLMBackend() as backend:
         backend.load_model(model_folder, model_id=MODEL_ID, enforce_eager=False, **SMALL)
@@ -128,7 +127,6 @@ def test_requests_under_pressure_in_a_compiled_engine(free_slot, model_folder, l
         check(report, capsys)
 
 
-@pytest.mark.slow
 def test_requests_under_pressure_in_the_v2_runner(free_slot, model_folder, long_prompt, capsys, monkeypatch):
     from tests.engines.vllm.conftest import interpreted_triton
 
