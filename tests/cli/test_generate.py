@@ -323,7 +323,7 @@ def test_doctor_and_backends(brainpatch, monkeypatch):
     assert "transformers" in brainpatch("doctor").out
     shown = brainpatch("backends").out
     assert "per_request_strength" in shown
-    assert "one configuration at a time" in " ".join(shown.split()) or "group by group" in shown
+    assert "one set of patches for all requests" in " ".join(shown.split())
     assert json.loads(brainpatch("backends", "--json").out)[0]["backend"] == "transformers"
     monkeypatch.setattr(discovery, "ENGINES", {"mlx": "brainpatch.backends.mlx_backend"})
     none = brainpatch("doctor")

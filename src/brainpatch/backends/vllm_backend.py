@@ -83,7 +83,7 @@ class VLLMBackend(BrainPatchBackend):
                 "cuda": "written for it, not run on it",
                 "trace": "on CUDA in eager mode only: a captured graph runs no code that could measure",
                 "quantization": "not checked",
-                "pipeline_parallel": "by unit test only",
+                "pipeline_parallel": "not run",
                 "extension": "an engine with BrainPatchWorkerExtension alone: one set of patches for all "
                 "requests, no schedules, no sites, no streaming, eager only",
             },
