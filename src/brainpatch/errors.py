@@ -18,6 +18,9 @@ class ErrorKind(NamedTuple):
     remedy: str
 
 
+RETIRED = frozenset({"BP408"})
+"""Codes that nothing raises any more. They stay in the table, so that an old log can be read."""
+
 ERRORS: dict[str, ErrorKind] = {
     # 1xx: the file
     "BP101": ErrorKind(
