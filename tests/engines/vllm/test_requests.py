@@ -243,25 +243,30 @@ def raw(backend, prompts, parameters):
     """The engine as somebody uses it who calls vLLM by himself."""
     given = [{"prompt_token_ids": prompt[0], **prompt[1]} for prompt in prompts]
     outputs = backend._driver.call(lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False))
-    return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+    answers = [output.outputs[0] for output in outputs]
+    first = [one.logprobs[0][one.token_ids[0]].logprob for one in answers]
+    return [(first[i], output.num_cached_tokens) for i, output in enumerate(outputs)]
 
 
 def test_the_parameters_alone_are_safe(backend, long_prompt):
     from vllm import SamplingParams
 
-    backend.install_patch(steering("p"))
-    base = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args={"mine": 1})
+    backend.install_patch(steering("p", norm=80.0))
+    base = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True, extra_args={"mine": 1})
     steered, plain = backend.sampling_params({"p": 1}, base), backend.sampling_params({}, base)
     assert base.extra_args == {"mine": 1}
     assert plain.extra_args == {"mine": 1}
     assert set(steered.extra_args) == {"mine", "brainpatch"}
-    config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
+    config = GenerationConfig(max_new_tokens=6, logprobs=1, ignore_eos=True)
     backend._driver.reset_cache()
-    wanted = [ids(backend, long_prompt, config, patches=wish)[0] for wish in ({"p": 1}, {})]
+    answers = [backend.generate_detailed([long_prompt], config, patches=wish)[0] for wish in ({"p": 1}, {})]
+    wanted = [one.logprobs[0][one.token_ids[0]] for one in answers]
+    assert abs(wanted[0] - wanted[1]) > 0.01
     backend._driver.reset_cache()
     first = raw(backend, [(long_prompt, {})] * 2, [steered, plain])
     again = raw(backend, [(long_prompt, {})] * 2, [steered, plain])
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == wanted
+    for found in (first, again):
+        assert [logprob for logprob, _ in found] == pytest.approx(wanted, abs=1e-3)
     assert all(cached >= 256 for _, cached in again)
     salted = raw(backend, [(long_prompt, {"cache_salt": backend.cache_salt({"p": 1})})], steered)
     assert salted[0][1] >= 256  # the salt that follows anyway
@@ -271,11 +276,11 @@ def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
     from vllm import SamplingParams
 
     backend.install_patch(steering("p", norm=80.0))
-    base = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    base = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     steered = backend.sampling_params({"p": 1}, base)
     wanted = raw(backend, [(long_prompt, {})], steered)[0][0]
     plain = raw(backend, [(long_prompt, {})], base)[0][0]
-    assert wanted != plain
+    assert abs(wanted - plain) > 0.01
     good = steered.extra_args["brainpatch"]
     wide = VLLMForger.wider(good["set"])
     for forged in (
@@ -288,9 +293,10 @@ def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
             raw(backend, [(long_prompt, {})], parameters)
     salt = backend.cache_salt({"p": 1})
     for name in (salt, salt[:-1], f"{salt}x", "brainpatch:", "brainpatch::"):
-        tokens, cached = raw(backend, [(long_prompt, {"cache_salt": name})], base)[0]
-        assert (tokens, cached) == (plain, 0), name
-    assert raw(backend, [(long_prompt, {})], steered)[0][0] == wanted
+        logprob, cached = raw(backend, [(long_prompt, {"cache_salt": name})], base)[0]
+        assert cached == 0, name
+        assert logprob == pytest.approx(plain, abs=1e-3), name
+    assert raw(backend, [(long_prompt, {})], steered)[0][0] == pytest.approx(wanted, abs=1e-3)
 
 
 class VLLMForger:
