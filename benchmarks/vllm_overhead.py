@@ -6,8 +6,11 @@ by a signal. They decode the same batch in turns, a step of the one and a step o
 else happens on the machine meets both; who is first changes from turn to turn. A ratio is speed, or for the
 first token 1 / time: below 1 is slower than what it is compared with. For each round the ratio is that of the
 summed times ("step": the median over pairs of steps, which forgets what disturbs a few); given are the median
-over the rounds, the smallest and the largest. Measure on an otherwise idle machine: the table says what other
-processes used, and the arm `noise` what cannot be told apart.
+over the rounds, the smallest and the largest. Two processes of one and the same engine differ by some per cent
+for as long as they live, by where their memory lies; so each round loads all engines anew, in turns in this
+order and in the other, and an even number of rounds is best. Measure on an otherwise idle machine: the table
+says what other processes used, and the arm `noise` what cannot be told apart. `--profile` adds up the time in
+the code of the plugin itself, which small costs are better read from.
 
     python benchmarks/vllm_overhead.py --model MODEL --json eager.json
     python benchmarks/vllm_overhead.py --model MODEL --plugin vllm-lens --python OTHER/bin/python --json lens.json
@@ -151,41 +154,51 @@ def pairs(options: argparse.Namespace) -> list[tuple[str, int]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds; everything that was measured, as it goes into the JSON file."""
     plugin = options.plugin or "brainpatch"
-    roles = dict.fromkeys(role for name in options.arms for role, _ in sides(name))
-    with engines(
-        options, {role: plugin if role.startswith("patched") else "plain" for role in roles}
-    ) as running:
-        acts = all(running[role].ask("probe")["acts"] for role in roles if role.startswith("patched"))
-        if not acts:
-            say(f"{plugin}: a steered request answers like a plain one; arms with edits are left out")
-            options.arms = [name for name in options.arms if ARMS[name].work["edits"] is None]
-        wanted = pairs(options)
-        for name, batch in wanted:
-            for role, work in sides(name):
-                running[role].ask("warm", work=work, batch=batch)
-        samples: list[dict[str, Any]] = []
-        started = time.monotonic()
-        for turn in range(options.rounds):
-            for name, batch in wanted:
-                both = [(running[role], work) for role, work in sides(name)]
-                samples.append(sample(both, batch, options.tokens, turn))
-                samples[-1] |= {"round": turn, "arm": name, "batch": batch}
-                seconds, ratio = time.monotonic() - started, rate_ratio(samples[-1])
-                say(f"{seconds:6.0f} s  round {turn + 1}/{options.rounds}  {name} x {batch}: {ratio:.3f}")
-        return {
-            "kind": plugin,
-            "acts": acts,
-            "model": Path(options.model).name,
-            "dtype": options.dtype,
-            "eager": options.eager,
-            "tokens": options.tokens,
-            "rounds": options.rounds,
-            "versions": running["patched" if "patched" in running else "plain"].versions,
-            "idle_cpu": {role: round(engine.idle_cpu, 3) for role, engine in running.items()},
-            "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
-            "rows": summary(samples),
-            "samples": samples,
+    samples: list[dict[str, Any]] = []
+    for turn in range(options.rounds):
+        roles = list(dict.fromkeys(role for name in options.arms for role, _ in sides(name)))
+        kinds = {
+            role: plugin if role.startswith("patched") else "plain"
+            for role in roles[:: -1 if turn % 2 else 1]
         }
+        with engines(options, kinds) as running:
+            acts = all(running[role].ask("probe")["acts"] for role in roles if role.startswith("patched"))
+            if not acts:
+                say(f"{plugin}: a steered request answers like a plain one; arms with edits are left out")
+                options.arms = [name for name in options.arms if ARMS[name].work["edits"] is None]
+            samples += measure_round(options, running, turn)
+            versions = running["patched" if "patched" in running else "plain"].versions
+            idle_cpu = {role: round(engine.idle_cpu, 3) for role, engine in running.items()}
+    return {
+        "kind": plugin,
+        "acts": acts,
+        "model": Path(options.model).name,
+        "dtype": options.dtype,
+        "eager": options.eager,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "versions": versions,
+        "idle_cpu": idle_cpu,
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "rows": summary(samples),
+        "samples": samples,
+    }
+
+
+def measure_round(options: argparse.Namespace, running: dict[str, Engine], turn: int) -> list[dict[str, Any]]:
+    """One round of all arms and batches, after a run of each without looking at the clock."""
+    wanted = pairs(options)
+    for name, batch in wanted:
+        for role, work in sides(name):
+            running[role].ask("warm", work=work, batch=batch)
+    samples = []
+    for name, batch in wanted:
+        both = [(running[role], work) for role, work in sides(name)]
+        samples.append(sample(both, batch, options.tokens, turn))
+        samples[-1] |= {"round": turn, "arm": name, "batch": batch}
+        ratio, others = rate_ratio(samples[-1]), samples[-1]["others"]
+        say(f"round {turn + 1}/{options.rounds}  {name} x {batch}: {ratio:.3f}  (others {others:.2f})")
+    return samples
 
 
 def sides(name: str) -> list[tuple[str, dict[str, Any]]]:
@@ -389,11 +402,11 @@ def arguments() -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--eager", action="store_true", default=True, help="without compilation (the default)")
     mode.add_argument("--compiled", dest="eager", action="store_false", help="as vLLM compiles by itself")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (5)")
+    parser.add_argument("--rounds", type=int, default=6, help="measurements of each arm (6)")
     parser.add_argument(
         "--batches", type=_numbers, default=[1, 8, 32, 128], help="requests at once (1,8,32,128)"
     )
-    parser.add_argument("--tokens", type=int, default=24, help="tokens that a request decodes (24)")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens that a request decodes (16)")
     measured = [name for name in ARMS if name != "noise"]
     parser.add_argument(
         "--arms",

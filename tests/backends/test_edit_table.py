@@ -302,6 +302,14 @@ def test_a_step_whose_edits_depend_on_the_position_is_never_kept():
     assert numbers == [1.0, 1.0, 2.0, 3.0, 3.0]
 
 
+def test_a_multiplier_that_counts_as_nothing_does_so_before_the_coefficient_enlarges_it():
+    table = EditTable(range(LAYERS), HIDDEN)
+    patches = one("v0", 100.0, schedule=StrengthSchedule({0: 1.0, 2: 1e-13}))
+    table.admit("a", patches, 1)
+    check(table, Copy(table), [("a", [0, 1, 2, 3, 4])], {"a": (patches, 1)})
+    assert table.step(["a"], np.array([1]), np.array([3])) is None
+
+
 def test_a_request_that_is_in_keeps_its_set_and_its_prompt_length():
     table = EditTable(range(LAYERS), HIDDEN)
     copy = Copy(table)
