@@ -80,6 +80,16 @@ def decode(plane: Plane, requests: list[str], hidden: Tensor, position: int = 9,
         plane.end()
 
 
+def passed_through(plain: Plane, batch) -> Tensor:
+    """The stream after a step through all blocks, as the plain plane edits it."""
+    plain.begin(*batch)
+    rows = stream()
+    for layer in LAYERS:
+        torch.ops.brainpatch.steer(rows, None, layer)
+    plain.end()
+    return rows
+
+
 def assert_same(some: list[Tensor], others: list[Tensor]) -> None:
     for layer, (one, other) in enumerate(zip(some, others, strict=True)):
         assert torch.equal(bits(one), bits(other)), f"layer {layer}"
@@ -195,11 +205,7 @@ def test_what_was_captured_with_no_step_on_acts_in_the_steps_that_come(monkeypat
         device.begin(*batch)
         got = replay()
         device.end()
-        plain.begin(*batch)
-        expected = stream()
-        for layer in LAYERS:
-            torch.ops.brainpatch.steer(expected, None, layer)
-        plain.end()
+        expected = passed_through(plain, batch)
         assert torch.equal(bits(got), bits(expected))
         assert not torch.equal(got, stream())
         assert torch.equal(replay(), stream()), "between steps"
@@ -225,11 +231,7 @@ def test_a_captured_graph_follows_the_steps():
         hidden.copy_(stream())
         graph.replay()
         device.end()
-        plain.begin(*batch)
-        expected = stream()
-        for layer in LAYERS:
-            torch.ops.brainpatch.steer(expected, None, layer)
-        plain.end()
+        expected = passed_through(plain, batch)
         assert torch.equal(bits(hidden.cpu()), bits(expected))
     device.settle()
     assert device.counters == plain.counters
@@ -340,7 +342,7 @@ def test_blocks_that_a_pass_left_out_are_counted():
 def test_while_edits_are_proven_the_counters_are_there_at_the_end_of_a_step():
     device = device_plane()
     device.table.admit("a", patches(edit(1, vector(1))), 4)
-    device.proving = "a"
+    device.proving = True
     decode(device, ["a"], stream().to(DEVICE), layers=[0])
     assert device.counters["blocks_missed"] == 1
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brainpatch.backends.vllm_reference import steer_rows_reference
+from tests.backends.steer_reference import steer_rows_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -19,8 +19,9 @@ Not thread-safe: one worker owns a table.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,8 @@ from brainpatch.runtime.meaning import EPSILON, PreparedIntervention, ResolvedSe
 
 _NOTHING = 0
 """Plan, slot and track 0: no edit, the vector of -0.0, a multiplier of 1."""
+_Track = tuple[StrengthSchedule | None, str]
+"""What makes a coefficient depend on the position: schedule and site."""
 _SPAN = 1 << 33
 """More than the number of values that a generated-token index can have; keys of two tracks never mix."""
 
@@ -53,11 +56,12 @@ class Step:
 
 @dataclass
 class _Plan:
-    number: int
     patches: ResolvedSet
+    entries: list[tuple[tuple[int, int], Term]]
+    """(column, term)"""
     users: int = 0
-    entries: list[tuple[tuple[int, int], Term, int, int]] = field(default_factory=list)
-    """(column, term, slot, track)"""
+    number: int = _NOTHING
+    """Its place in the arrays of a step, given when they are laid out."""
 
 
 @dataclass
@@ -82,9 +86,8 @@ class EditTable:
         self._plans: dict[str, _Plan] = {}
         self._slots: dict[bytes, _Counted] = {}
         self._free_slots = list(range(len(self.vectors) - 1, 0, -1))
-        self._tracks: dict[tuple[StrengthSchedule | None, str], _Counted] = {}
-        self._columns: list[tuple[int, int]] = []
-        self._rebuild()
+        self._tracks: Counter[_Track] = Counter()
+        self._lay_out()
 
     # --- requests come and go ----------------------------------------------------------------
 
@@ -122,24 +125,30 @@ class EditTable:
         plan.users -= 1
         if not plan.users:
             del self._plans[plan.patches.digest]
-            for _, term, slot, track in plan.entries:
-                self._drop_slot(term.item.vector_digest, slot)
-                self._drop_track(term, track)
-            self._rebuild()
+            for _, term in plan.entries:
+                self._drop_slot(term.item.vector_digest)
+                if term.depends_on_position:
+                    self._drop_track(_track(term))
+            self._stale = True
 
     def _add_plan(self, patches: ResolvedSet) -> _Plan:
-        plan = _Plan(_NOTHING, patches)
-        for layer, terms in patches.terms.items():
-            if layer in self.layers:
-                for j, term in enumerate(terms):
-                    plan.entries.append(
-                        ((layer, j), term, self._take_slot(term.item), self._take_track(term))
-                    )
-        self._plans[patches.digest] = plan
-        self._rebuild()
+        plan = self._plans[patches.digest] = _Plan(
+            patches,
+            [
+                ((layer, j), term)
+                for layer, terms in patches.terms.items()
+                if layer in self.layers
+                for j, term in enumerate(terms)
+            ],
+        )
+        for _, term in plan.entries:
+            self._take_slot(term.item)
+            if term.depends_on_position:
+                self._tracks[_track(term)] += 1
+        self._stale = True
         return plan
 
-    def _take_slot(self, item: PreparedIntervention) -> int:
+    def _take_slot(self, item: PreparedIntervention) -> None:
         counted = self._slots.get(item.vector_digest)
         if counted is None:
             if not self._free_slots:
@@ -148,14 +157,13 @@ class EditTable:
             self.vectors[counted.number] = item.vector
             self.changed_slots.append(counted.number)
         counted.users += 1
-        return counted.number
 
-    def _drop_slot(self, digest: bytes, slot: int) -> None:
+    def _drop_slot(self, digest: bytes) -> None:
         counted = self._slots[digest]
         counted.users -= 1
         if not counted.users:
             del self._slots[digest]
-            self._free_slots.append(slot)
+            self._free_slots.append(counted.number)
 
     def _grow(self) -> None:
         old = self.vectors
@@ -164,29 +172,17 @@ class EditTable:
         self.changed_slots = list(range(len(self.vectors)))
         self._free_slots += range(len(self.vectors) - 1, len(old) - 1, -1)
 
-    def _take_track(self, term: Term) -> int:
-        if not term.depends_on_position:
-            return _NOTHING
-        key = (term.schedule, term.item.site)
-        if key not in self._tracks:
-            taken = {counted.number for counted in self._tracks.values()}
-            self._tracks[key] = _Counted(next(n for n in range(1, len(taken) + 2) if n not in taken))
-        self._tracks[key].users += 1
-        return self._tracks[key].number
+    def _drop_track(self, track: _Track) -> None:
+        self._tracks[track] -= 1
+        if not self._tracks[track]:
+            del self._tracks[track]
 
-    def _drop_track(self, term: Term, track: int) -> None:
-        if track == _NOTHING:
-            return
-        key = (term.schedule, term.item.site)
-        self._tracks[key].users -= 1
-        if not self._tracks[key].users:
-            del self._tracks[key]
-
-    def _rebuild(self) -> None:
-        """Lay the arrays of a step out anew, after the live sets have changed."""
-        self._columns = sorted({column for plan in self._plans.values() for column, *_ in plan.entries})
-        at = {column: i for i, column in enumerate(self._columns)}
-        shape = (len(self._columns), len(self._plans) + 1)
+    def _lay_out(self) -> None:
+        """Make the arrays of a step. Once for all sets that came and went since the last step."""
+        columns = sorted({column for plan in self._plans.values() for column, _ in plan.entries})
+        at = {column: i for i, column in enumerate(columns)}
+        tracks = {track: number for number, track in enumerate(self._tracks, start=1)}
+        shape = (len(columns), len(self._plans) + 1)
         self._slot = np.zeros(shape, dtype=np.int32)
         self._constant = np.ones(shape, dtype=np.float32)
         self._track = np.zeros(shape, dtype=np.int64)
@@ -194,19 +190,21 @@ class EditTable:
         self._scale = np.zeros(shape)
         for number, plan in enumerate(self._plans.values(), start=1):
             plan.number = number
-            for column, term, slot, track in plan.entries:
+            for column, term in plan.entries:
                 i = at[column]
-                self._slot[i, number] = slot
-                self._track[i, number] = track
+                self._slot[i, number] = self._slots[term.item.vector_digest].number
                 self._strength[i, number] = term.strength
                 self._scale[i, number] = term.item.coefficient
-                if track == _NOTHING:
+                if term.depends_on_position:
+                    self._track[i, number] = tracks[_track(term)]
+                else:
                     self._constant[i, number] = _constant(term)
         self._moving = (self._track != _NOTHING).any(axis=0)
-        self._segments = _segments({key: counted.number for key, counted in self._tracks.items()})
-        bounds = np.flatnonzero(np.diff([-1, *(layer for layer, _ in self._columns), -1]))
-        self._spans = {self._columns[first][0]: (int(first), int(last)) for first, last in pairwise(bounds)}
+        self._segments = _segments(tracks)
+        bounds = np.flatnonzero(np.diff([-1, *(layer for layer, _ in columns), -1]))
+        self._spans = {columns[first][0]: (int(first), int(last)) for first, last in pairwise(bounds)}
         self._last: tuple[NDArray[np.int64], Step | None] | None = None
+        self._stale = False
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -224,6 +222,8 @@ class EditTable:
         """
         if not self._requests:
             return None
+        if self._stale:
+            self._lay_out()
         found = [self._requests.get(request) for request in requests]
         numbers = np.array([_NOTHING if one is None else one[0].number for one in found], dtype=np.int64)
         plan = np.repeat(numbers, counts)
@@ -282,21 +282,25 @@ class EditTable:
         return Step(None if len(rows) == total else rows, index, coefficient, columns)
 
 
+def _track(term: Term) -> _Track:
+    return term.schedule, term.item.site
+
+
 def _constant(term: Term) -> float:
     """The coefficient of a term that does not depend on the position."""
     multiplier = term.strength * (1.0 if term.schedule is None else term.schedule.strength_at(0))
     return multiplier * term.item.coefficient
 
 
-def _segments(tracks: dict[tuple[StrengthSchedule | None, str], int]) -> tuple[NDArray[Any], ...]:
-    """All tracks as pieces of straight lines, in one ascending list.
+def _segments(tracks: dict[_Track, int]) -> tuple[NDArray[Any], ...]:
+    """All tracks as pieces of straight lines, in one ascending list. `tracks` are in the order of their numbers.
 
     A track is a function of n, the generated-token index, or -1 at a prompt's position:
     value = low + rise * ((n - start) / length). Returns (keys, start, low, rise, length), each [pieces], where
     a key is track * _SPAN + start.
     """
     pieces: list[tuple[int, int, float, float, int]] = []
-    for (schedule, site), number in sorted(tracks.items(), key=lambda item: item[1]):
+    for (schedule, site), number in tracks.items():
         prompt = 1.0 if schedule is None else schedule.strength_at(0)
         pieces.append((number, -1, 0.0 if site == "continuation" else prompt, 0.0, 1))
         if site == "prompt":

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from brainpatch.backends.prompts import prompt_ids
-from brainpatch.backends.vllm_drivers import AsyncDriver, LLMDriver, Sink
+from brainpatch.backends.vllm_drivers import AsyncDriver, Driver, LLMDriver, Sink
 from brainpatch.backends.vllm_engine import (
     EXTENSION,
     Engine,
@@ -37,7 +37,7 @@ from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.backend import BrainPatchBackend, Patches
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
-from brainpatch.runtime.meaning import ResolvedSet, resolve
+from brainpatch.runtime.meaning import ResolvedSet
 from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
 
 
@@ -49,7 +49,7 @@ class VLLMBackend(BrainPatchBackend):
     def __init__(self) -> None:
         super().__init__()
         self._engine: Engine | None = None
-        self._driver: LLMDriver | AsyncDriver | None = None
+        self._driver: Driver | None = None
         self._installed: InstalledPatches | None = None
         self._model: ModelDescriptor | None = None
         self._tokenizer: Any = None
@@ -202,7 +202,7 @@ class VLLMBackend(BrainPatchBackend):
         if engine is not None:
             engine.close()
 
-    def _driven(self) -> LLMDriver | AsyncDriver:
+    def _driven(self) -> Driver:
         if self._driver is None:
             raise self._nothing_loaded()
         return self._driver
@@ -263,7 +263,7 @@ class VLLMBackend(BrainPatchBackend):
         from vllm import SamplingParams
 
         self._only_with_worker("sampling_params")
-        carried = carry(self._resolved(patches))
+        carried = carry(self._resolve(patches, self._snapshot()))
         made = SamplingParams() if base is None else base.clone()
         extra = {key: value for key, value in (made.extra_args or {}).items() if key != KEY}
         if carried is not None:
@@ -276,13 +276,7 @@ class VLLMBackend(BrainPatchBackend):
 
         vLLM's requests get it by themselves (see `sampling_params`); giving it as well changes nothing.
         """
-        return cache_salt(self._resolved(patches), None, salt)
-
-    def _resolved(self, patches: Patches) -> ResolvedSet:
-        self.describe_model()
-        resolved = resolve(patches, self._snapshot(), warn=self._warn)
-        self._check_patches(resolved)
-        return resolved
+        return cache_salt(self._resolve(patches, self._snapshot()), None, salt)
 
     def _only_with_worker(self, what: str) -> None:
         if self._installed is not None:
@@ -295,28 +289,28 @@ class VLLMBackend(BrainPatchBackend):
             return self._installed.run(requests)
         tags = [uuid.uuid4().hex for _ in requests]
         answers = self._ask_all(requests, None, tags)
-        broken = self._broken(
-            [tag for tag, request in zip(tags, requests, strict=True) if not request.patches.is_empty]
-        )
-        if broken:
-            whole = [None if tag in broken else one for tag, one in zip(tags, answers, strict=True)]
-            first = requests[next(i for i, tag in enumerate(tags) if tag in broken)]
-            raise _broken_error(first.patches, whole)
+        self._check_numbers(requests, tags, answers)
         return answers
 
-    def _broken(self, tags: Sequence[str]) -> set[str]:
-        """Which of these requests had activations that are no numbers."""
-        if not tags:
-            return set()
-        return {tag for rank in self._driven().rpc("bp_broken", list(tags)) for tag in rank["broken"]}
+    def _check_numbers(
+        self, requests: Sequence[Request], tags: Sequence[str], answers: Sequence[Generation | None]
+    ) -> None:
+        """EngineError (BP509) when one of the requests had activations that are no numbers."""
+        asked = _patched(requests, tags)
+        if asked:
+            _raise_broken(self._driven().rpc("bp_broken", asked), requests, tags, answers)
 
     def _ask_all(
-        self, requests: Sequence[Request], salt: str | None = None, tags: Sequence[str] | None = None
+        self,
+        requests: Sequence[Request],
+        salt: str | None = None,
+        tags: Sequence[str] | None = None,
+        *,
+        trace: bool = False,
     ) -> list[Generation]:
         """Generate requests together; `salt` replaces theirs."""
         driver = self._driven()
-        if isinstance(driver, AsyncDriver):
-            driver.check_thread()
+        driver.check_thread()
         heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         ids: list[str] = []
         answers: dict[int, Generation] = {}
@@ -327,12 +321,10 @@ class VLLMBackend(BrainPatchBackend):
                 def sink(output: Any, number: int = number) -> None:
                     heard.put((number, output))
 
-                ids.append(self._submit(request, sink, "FINAL_ONLY", tag=tag, salt=salt))
+                ids.append(self._submit(request, sink, "FINAL_ONLY", tag=tag, trace=trace, salt=salt))
             while len(answers) < len(requests):
                 number, output = heard.get()
-                if isinstance(output, BaseException):
-                    raise output
-                if output.finished:
+                if _heard(output).finished:
                     one = requests[number]
                     answers[number] = generation(output, one.config, one.patches)
         except BaseException:
@@ -367,25 +359,21 @@ class VLLMBackend(BrainPatchBackend):
     def _run_stream(self, request: Request) -> Iterator[str]:
         self._only_with_worker("streaming")
         driver = self._driven()
-        if isinstance(driver, AsyncDriver):
-            driver.check_thread()
+        driver.check_thread()
         heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         tag = uuid.uuid4().hex
         number = self._submit(request, heard.put, "DELTA", tag=tag)
         finished = False
         try:
             while not finished:
-                output = heard.get()
-                if isinstance(output, BaseException):
-                    raise output
+                output = _heard(heard.get())
                 finished = output.finished
                 if output.outputs[0].text:
                     yield output.outputs[0].text
         finally:
             if not finished:
                 driver.abort([number])
-        if not request.patches.is_empty and self._broken([tag]):
-            raise _broken_error(request.patches, [None])
+        self._check_numbers([request], [tag], [None])
 
     async def astream(
         self,
@@ -413,23 +401,15 @@ class VLLMBackend(BrainPatchBackend):
         finished = False
         try:
             while not finished:
-                output = await heard.get()
-                if isinstance(output, BaseException):
-                    raise output
+                output = _heard(await heard.get())
                 finished = output.finished
                 if output.outputs[0].text:
                     yield output.outputs[0].text
         finally:
             if not finished:
                 driver.abort([number])
-        if request.patches.is_empty:
-            return
-        if isinstance(driver, AsyncDriver):
-            reports = await driver.rpc_async("bp_broken", [tag])
-        else:
-            reports = await asyncio.to_thread(driver.rpc, "bp_broken", [tag])
-        if any(report["broken"] for report in reports):
-            raise _broken_error(request.patches, [None])
+        if asked := _patched([request], [tag]):
+            _raise_broken(await driver.rpc_async("bp_broken", asked), [request], [tag], [None])
 
     # --- what was really added ---------------------------------------------------------------
 
@@ -440,51 +420,55 @@ class VLLMBackend(BrainPatchBackend):
             raise CapabilityError(
                 "BP502", "a captured graph runs no code that could measure", "Load with enforce_eager=True."
             )
-        driver = self._driven()
-        if isinstance(driver, AsyncDriver):
-            driver.check_thread()
         tag = uuid.uuid4().hex
-        heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # A salt of its own: every position is computed, none comes from the cache.
-        number = self._submit(
-            request, heard.put, "FINAL_ONLY", tag=tag, trace=True, salt=f"brainpatch-trace:{tag}"
-        )
         try:
-            while not isinstance(output := heard.get(), BaseException) and not output.finished:
-                pass
-            if isinstance(output, BaseException):
-                raise output
-        except BaseException:
-            driver.abort([number])
-            raise
+            # A salt of its own: every position is computed, none comes from the cache.
+            answers = self._ask_all([request], f"brainpatch-trace:{tag}", [tag], trace=True)
         finally:
-            measured = driver.rpc("bp_trace_take", tag)
-        if not request.patches.is_empty and self._broken([tag]):
-            raise _broken_error(request.patches, [None])
-        answer = generation(output, request.config, request.patches)
-        return _trace_rows(measured, request.patches, answer, self._dtype)
+            measured = self._driven().rpc("bp_trace_take", tag)
+        self._check_numbers([request], [tag], [None])
+        return _trace_rows(measured, request.patches, answers[0], self._dtype)
 
 
-def _broken_error(patches: ResolvedSet, answers: list[Generation | None]) -> EngineError:
-    """BP509. Its `answers` holds the batch's other answers, and None for those that broke."""
-    error = EngineError("BP509", f"NaN or infinite activations with the patches {patches.to_mapping()}")
-    error.answers = answers
-    return error
+def _heard(output: Any) -> Any:
+    """What a sink was given, where it is no error."""
+    if isinstance(output, BaseException):
+        raise output
+    return output
+
+
+def _patched(requests: Sequence[Request], tags: Sequence[str]) -> list[str]:
+    """The tags of the requests that have edits; the workers watch no others."""
+    return [tag for request, tag in zip(requests, tags, strict=True) if not request.patches.is_empty]
+
+
+def _raise_broken(
+    reports: Sequence[dict[str, Any]],
+    requests: Sequence[Request],
+    tags: Sequence[str],
+    answers: Sequence[Generation | None],
+) -> None:
+    """BP509 when the workers report one of the tags as broken; the error keeps the other answers."""
+    broken = {tag for report in reports for tag in report["broken"]}
+    if not broken:
+        return
+    first = next(request for request, tag in zip(requests, tags, strict=True) if tag in broken)
+    error = EngineError("BP509", f"NaN or infinite activations with the patches {first.patches.to_mapping()}")
+    error.answers = [None if tag in broken else one for tag, one in zip(tags, answers, strict=True)]
+    raise error
 
 
 def _trace_rows(
     measured: Sequence[dict[str, Any]], patches: ResolvedSet, answer: Generation, dtype: str
 ) -> list[TraceRow]:
     """Rows by layer and position. EngineError (BP506) when an edit that was due was not measured."""
-    import numpy as np
-
     norms = {(layer, position): norm for rank in measured for layer, position, norm in rank["rows"]}
     length = answer.prompt_tokens + len(answer.token_ids) - 1  # the last token is not computed
     rows = []
     for layer in patches.layers:
         for segment in patches.segments(layer, 0, length, answer.prompt_tokens):
             expected = patches.expected_norm(layer, segment.coefficients)
-            for position in np.arange(segment.first, segment.last).tolist():
+            for position in range(segment.first, segment.last):
                 if (layer, position) not in norms:
                     raise EngineError("BP506", f"no edit was measured at block {layer}, position {position}")
                 rows.append(TraceRow(layer, position, norms[layer, position], expected, dtype))

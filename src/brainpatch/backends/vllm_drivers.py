@@ -39,6 +39,12 @@ class Driver(Protocol):
     def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """Call a worker method by name; one result a rank. EngineError with the code that a worker reports."""
 
+    async def rpc_async(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """As `rpc`, on an event loop, which goes on meanwhile."""
+
+    def check_thread(self) -> None:
+        """EngineStateError (BP409) when the caller may not wait for the engine where it stands."""
+
     def close(self) -> None:
         """Take no more work. The engine itself is not ended."""
 
@@ -102,6 +108,13 @@ class LLMDriver:
     def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """See `Driver`."""
         return _judged(lambda: self.call(lambda: self._llm.collective_rpc(method, args=arguments)), method)
+
+    async def rpc_async(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """See `Driver`."""
+        return await asyncio.to_thread(self.rpc, method, *arguments)
+
+    def check_thread(self) -> None:
+        """See `Driver`. The engine's thread is the driver's own: everybody else may wait for it."""
 
     def reset_cache(self) -> None:
         """Forget the prefix cache. EngineError (BP508) when vLLM refuses."""
@@ -187,12 +200,12 @@ class AsyncDriver:
         return _judged(lambda: asyncio.run_coroutine_threadsafe(call, self._found_loop()).result(), method)
 
     async def rpc_async(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """As `rpc`, on the loop."""
+        """See `Driver`."""
         results = await self._llm.collective_rpc(method, args=arguments)
         return _judged(lambda: results, method)
 
     def check_thread(self) -> None:
-        """EngineStateError (BP409) when the caller stands on the loop that would have to work for it."""
+        """See `Driver`. Not on the loop that would have to do the work."""
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._found_loop():
                 raise EngineStateError(

@@ -96,10 +96,8 @@ class Engine:
             self.processes = [one for one in multiprocessing.active_children() if one not in before]
             if self.llm is None:
                 self.close()
-        if (
-            failure is not None
-        ):  # raised out here, so that the engine's frames are not kept alive as its context
-            raise failure
+        if failure is not None:
+            raise failure  # out here, so that the engine's frames are not kept alive as its context
 
     def close(self) -> None:
         """End the engine and its processes and give their memory back. May be called again."""

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from brainpatch.backends import families
 from brainpatch.backends.vllm_digest import weights_digest
-from brainpatch.backends.vllm_forms import FormFinder, tensors_in
+from brainpatch.backends.vllm_forms import FormFinder, locate_blocks, tensors_in
 from brainpatch.backends.vllm_hooks import BlockEditor, MethodTap, Trace, dtype_name
 from brainpatch.errors import BrainPatchError, EngineError
 
@@ -47,16 +46,10 @@ class _State:
                 "BP505", f"vLLM's compilation mode is {int(mode)}; load with enforce_eager=True"
             )
         self.model: nn.Module = worker.get_model()
-        self.path, blocks = families.find_blocks(self.model, config.hf_config, vllm=True)
-        self.total = len(blocks)
-        # Blocks of other pipeline stages have placeholders here.
-        local = {i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
-        self.expected_form = next(
-            (family.vllm_form for family in reversed(families.families_of(config.hf_config))), None
-        )
+        self.located = locate_blocks(self.model, config.hf_config)
         self.editor = BlockEditor(
             self.model,
-            local,
+            self.located.local,
             config.get_hidden_size(),
             config.dtype,
             worker.model_runner.device,
@@ -89,13 +82,13 @@ class BrainPatchWorkerExtension:
         state = self._bp_state()
         editor = state.editor
         return {
-            "path": state.path,
-            "num_layers": state.total,
+            "path": state.located.path,
+            "num_layers": state.located.total,
             "local_layers": sorted(editor.blocks),
             "hidden_size": editor.hidden_size,
             "dtype": dtype_name(editor.dtype),
             "forms": {str(layer): form for layer, form in editor.forms.items()},
-            "expected_form": state.expected_form,
+            "expected_form": state.located.expected_form,
             "layers": sorted(editor.deltas),
             "norms": {str(layer): norm for layer, norm in editor.norms().items()},
             "hook_calls": {str(layer): count.calls for layer, count in editor.counts.items()},
@@ -116,7 +109,7 @@ class BrainPatchWorkerExtension:
         """
         state = self._bp_state()
         was_broken = state.editor.broken
-        state.editor.apply({int(layer): values for layer, values in deltas.items()}, state.total)
+        state.editor.apply({int(layer): values for layer, values in deltas.items()}, state.located.total)
         return {**self.bp_probe(), "was_broken": was_broken}
 
     @reported

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brainpatch.backends import families
 from brainpatch.backends.vllm_hooks import DONE, HFB, NONE, ONE, SUM, MethodTap, dtype_name, with_first
 from brainpatch.errors import EngineError
 
@@ -25,6 +26,26 @@ PLAIN: Case = (-1, 0)
 
 _NO_EFFECT = 0.01  # of the effect of editing the first element
 _SAME_EFFECT = 0.25  # half-precision streams round the two edits differently
+
+
+@dataclass(frozen=True)
+class LocatedBlocks:
+    """The decoder blocks of a loaded model: where they are, how many the whole model has, and this rank's."""
+
+    path: str
+    total: int
+    local: dict[int, nn.Module]
+    expected_form: str | None
+    """By the table of families; None for one that is not in it."""
+
+
+def locate_blocks(model: nn.Module, config: Any) -> LocatedBlocks:
+    """Find the blocks of a vLLM model; `config` is its Transformers config. EngineError (BP503)."""
+    path, blocks = families.find_blocks(model, config, vllm=True)
+    # Blocks of other pipeline stages have placeholders here.
+    local = {i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"}
+    form = next((family.vllm_form for family in reversed(families.families_of(config))), None)
+    return LocatedBlocks(path, len(blocks), local, form)
 
 
 @dataclass

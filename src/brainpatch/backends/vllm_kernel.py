@@ -3,7 +3,7 @@
 A captured launch repeats with the very arguments that it was captured with, while the tables behind it are
 allocated anew whenever they grow. So the kernel takes one small tensor that never moves, the descriptor,
 which holds the addresses of the tables, and looks them up each time it runs. A table that has grown costs
-a copy of six numbers, and no new capture.
+a copy of seven numbers, and no new capture.
 
 Import this where Triton can run: on CUDA, or with TRITON_INTERPRET=1 set before Triton is imported.
 """
@@ -65,8 +65,9 @@ def describe(
 def steer_rows(hidden: Tensor, descriptor: Tensor, layer: int) -> None:
     """Add to each row of `hidden` [rows, hidden_size], in place, what `layer` has for it.
 
-    The same as `steer_rows_reference` of the tables that `descriptor` (int64 [DESCRIPTOR_SIZE], see
-    `describe`) points to when the kernel runs, bit for bit. `hidden` is float32, bfloat16 or float16, and its
+    A row gets the sum over the layer's columns, in their order and in float32, of coefficient times vector,
+    cast once to the dtype of `hidden` and added once; the tables are those that `descriptor` (int64
+    [DESCRIPTOR_SIZE], see `describe`) points to when the kernel runs. `hidden` is float32, bfloat16 or float16, and its
     rows may lie apart, but their numbers must not: ValueError otherwise. The first launch for a dtype
     compiles, and must not be one under capture.
     """
@@ -87,7 +88,7 @@ def steer_rows(hidden: Tensor, descriptor: Tensor, layer: int) -> None:
 
 @triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
 def _steer(hidden, row_stride, descriptor, layer, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of one row. A layer with nothing to add ends after two loads."""
+    """One block of one row. A layer with nothing to add ends after a few loads."""
     counts = tl.load(descriptor + 5).to(tl.pointer_type(tl.int32))
     count = tl.load(counts + layer)
     row = tl.program_id(0).to(tl.int64)

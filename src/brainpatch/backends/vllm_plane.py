@@ -71,7 +71,8 @@ class Plane:
         self.forms: dict[int, str] = {}
         self.counters = {"steps": 0, "rows_edited": 0, "blocks_edited": 0, "blocks_missed": 0}
         self.trace: PlaneTrace | None = None
-        self.proving: str | None = None
+        self.proving = False
+        """Set while made-up requests are computed, whose edits are given beforehand."""
         self.columns: dict[int, tuple[int, int]] = {}
         """The layers that this step edits, with their columns; empty between steps."""
         self._edited: set[int] = set()

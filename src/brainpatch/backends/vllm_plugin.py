@@ -37,34 +37,34 @@ def register() -> None:
         if self.vllm_config.parallel_config.worker_cls != WORKER:
             return original(self, *arguments, **named)
         parameters = named["params"] if "params" in named else arguments[2]
-        _check(self.model_config, parameters, named)  # before vLLM spends anything on the request
+        # before vLLM spends anything on the request
+        patches = _checked(self.model_config, parameters, bool(named.get("resumable")))
         request = original(self, *arguments, **named)
-        _salt(request)
+        _salt(request, patches)
         return request
 
     InputProcessor.process_inputs = process_inputs
     _registered = True
 
 
-def _check(model: Any, parameters: Any, named: dict[str, Any]) -> None:
+def _checked(model: Any, parameters: Any, resumable: bool) -> ResolvedSet:
+    """The patches that a request carries. Errors: RequestError (BP410), CapabilityError (BP502)."""
     found = carried(parameters)
     if found is None:
-        return
+        return _EMPTY
     check_fits(found.patches, model.get_total_num_hidden_layers(), model.get_hidden_size())
-    if named.get("resumable"):
+    if resumable:
         raise CapabilityError(
             "BP502", "a request whose prompt comes in pieces has no fixed prompt length; patches need one"
         )
+    return found.patches
 
 
-def _salt(request: Any) -> None:
+def _salt(request: Any, patches: ResolvedSet) -> None:
     """Set the salt on the engine's own copy of the request; what the caller passed stays as it is."""
-    found = carried(request.sampling_params)
-    patches = _EMPTY if found is None else found.patches
-    if found is not None and patches.is_empty:
-        request.sampling_params.extra_args = {
-            key: value for key, value in request.sampling_params.extra_args.items() if key != KEY
-        } or None
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if patches.is_empty and extra and KEY in extra:
+        request.sampling_params.extra_args = {k: v for k, v in extra.items() if k != KEY} or None
     request.cache_salt = cache_salt(patches, prompt_length(request), request.cache_salt)
 
 

@@ -54,13 +54,13 @@ def prove_edits(runner: Any, kind: str, plane: Plane, vector: np.ndarray) -> Non
     plain = _result(_pass(runner, kind))
     for layer in sorted(plane.table.layers):
         plane.table.admit(_REQUEST, _one_edit(layer, vector), 0)
-        plane.proving = _REQUEST
+        plane.proving = True
         plane.begin([_REQUEST], np.array([_ROWS]), np.zeros(_ROWS, dtype=np.int64))
         try:
             edited = _result(_pass(runner, kind))
         finally:
             plane.end()
-            plane.proving = None
+            plane.proving = False
             plane.table.release(_REQUEST)
         if plane.counters["blocks_missed"] != before:
             raise EngineError("BP506", f"a forward pass did not go through the edit at block {layer}")

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from brainpatch.backends import families, vllm_plugin
+from brainpatch.backends import vllm_plugin
 from brainpatch.backends.vllm_digest import weights_digest
 from brainpatch.backends.vllm_engine import LOAD_ERROR_FILE, availability
 from brainpatch.backends.vllm_extension import BrainPatchWorkerExtension, reported
+from brainpatch.backends.vllm_forms import locate_blocks
 from brainpatch.backends.vllm_health import Health
 from brainpatch.backends.vllm_hooks import dtype_name
 from brainpatch.backends.vllm_plane import Plane, PlaneTrace, wrap
@@ -73,21 +73,15 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
         result = super().load_model(*arguments, **named)
         with _load_errors():
             config = self.model_runner.model_config
-            model: nn.Module = self.get_model()
-            self._bp_path, blocks = families.find_blocks(model, config.hf_config, vllm=True)
-            self._bp_total = len(blocks)
-            # Blocks of other pipeline stages have placeholders here.
-            self._bp_blocks = {
-                i: block for i, block in enumerate(blocks) if type(block).__name__ != "PPMissingLayer"
-            }
+            self._bp_blocks = locate_blocks(self.get_model(), config.hf_config)
             mode = self.vllm_config.compilation_config.mode
             self._bp_compiled = mode is not None and int(mode) != 0
             # A graph that is captured without compilation needs the operation, too.
             self._bp_compiled |= self.model_runner.device.type == "cuda" and not config.enforce_eager
             self._bp_plane = _plane(
-                self._bp_blocks, config.get_hidden_size(), config.dtype, self.model_runner.device
+                self._bp_blocks.local, config.get_hidden_size(), config.dtype, self.model_runner.device
             )
-            for layer, block in self._bp_blocks.items():
+            for layer, block in self._bp_blocks.local.items():
                 wrap(block, layer, self._bp_plane, compiled=self._bp_compiled)
             self._bp_runner = watch(self.model_runner, self._bp_begin)
         return result
@@ -97,7 +91,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
         result = super().compile_or_warm_up_model()
         with _load_errors():
             plane = self._bp_plane
-            plane.forms, vector = find_forms(self.model_runner, self._bp_runner, plane, self._bp_blocks)
+            plane.forms, vector = find_forms(self.model_runner, self._bp_runner, plane, self._bp_blocks.local)
             prove_edits(self.model_runner, self._bp_runner, plane, vector)
         return result
 
@@ -157,16 +151,15 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
     def bp_probe(self) -> dict[str, Any]:
         """What is there: path, num_layers (of the whole model), local_layers, hidden_size, dtype (of the
         stream), forms {layer: form}, expected_form (by the table of families), runner, compiled."""
-        config = self.model_runner.model_config
-        expected = [family.vllm_form for family in reversed(families.families_of(config.hf_config))]
+        blocks = self._bp_blocks
         return {
-            "path": self._bp_path,
-            "num_layers": self._bp_total,
-            "local_layers": sorted(self._bp_blocks),
+            "path": blocks.path,
+            "num_layers": blocks.total,
+            "local_layers": sorted(blocks.local),
             "hidden_size": self._bp_plane.table.hidden_size,
             "dtype": dtype_name(self._bp_plane.dtype),
             "forms": {str(layer): form for layer, form in self._bp_plane.forms.items()},
-            "expected_form": expected[0] if expected else None,
+            "expected_form": blocks.expected_form,
             "runner": self._bp_runner,
             "compiled": self._bp_compiled,
         }

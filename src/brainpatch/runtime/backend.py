@@ -338,12 +338,18 @@ class BrainPatchBackend(ABC):
             settings.validate()
             self._check_config(settings)
             if id(wish) not in resolved:
-                resolved[id(wish)] = resolve(wish, installed, warn=self._warn)
-                self._check_patches(resolved[id(wish)])
+                resolved[id(wish)] = self._resolve(wish, installed)
             ids = tuple(self._encode(prompt, use_chat_template=use_chat_template, system=system))
             requests += [Request(ids, single, resolved[id(wish)]) for single in _singles(settings)]
         self._check_length(requests)
         return requests
+
+    def _resolve(self, patches: Patches, installed: Mapping[str, ActivePatch]) -> ResolvedSet:
+        """What a request's `patches` mean on this engine, which may refuse it."""
+        self.describe_model()
+        resolved = resolve(patches, installed, warn=self._warn)
+        self._check_patches(resolved)
+        return resolved
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         context = self._context_length()

@@ -56,6 +56,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Set)
 
 
+@lru_cache(maxsize=64)  # a set is never changed, and the requests of a batch often share one
 def encode(patches: ResolvedSet) -> bytes:
     """The set as bytes; equal sets give equal bytes. Vectors that are used twice are carried once."""
     numbers: dict[bytes, int] = {}
