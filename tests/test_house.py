@@ -49,7 +49,8 @@ def test_the_map_in_design_is_the_tree():
 
 def test_nothing_in_the_source_can_act():
     words = re.compile(
-        r"\bimport pickle|\bpickle\.[a-z]|torch\.load\(|ALLOW_INSECURE|trust_remote_code=True|shell=True"
+        r"\b(import|from) (pickle|cloudpickle|dill|marshal|shelve|joblib)\b"
+        r"|\bpickle\.[a-z]|torch\.load\(|ALLOW_INSECURE|trust_remote_code=True|shell=True"
         r"|(?<![.\w])(eval|exec)\("
     )
     found = [

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from brainpatch.backends import vllm_health
-from brainpatch.backends.vllm_health import Health
+from brainpatch.backends.vllm_health import Health, check_layout
 from brainpatch.backends.vllm_runners import _positions
+from brainpatch.errors import CapabilityError
 
 BLOCKS, BLOCK_SIZE = 10, 4
 NAN, INFINITY = float("nan"), float("inf")
@@ -230,6 +231,14 @@ def test_a_cache_whose_blocks_are_made_of_smaller_ones():
     health.release("a")
     step(health, runner, scheduled(new("plain", [2])))
     assert torch.where(runner.kv_caches[0].sum(dim=1) == 0)[0].tolist() == [8, 9, 10, 11]
+
+
+def test_a_cache_that_is_not_understood_is_refused_when_the_model_is_loaded():
+    runner = Runner()
+    check_layout(runner)
+    runner.kv_caches.append(torch.ones(3, 3, BLOCKS))
+    with pytest.raises(CapabilityError, match=r"BP502.*\(3, 3, 10\)"):
+        check_layout(runner)
 
 
 # --- a device, which runs behind the host ----------------------------------------------------------

@@ -88,6 +88,12 @@ def test_what_carry_does_not_make_is_refused(what):
     assert caught.value.code == "BP410"
 
 
+@pytest.mark.parametrize("extra", [7, "brainpatch", [KEY], 1.5])
+def test_arguments_that_are_no_mapping_are_refused(extra):
+    with pytest.raises(RequestError, match="BP410"):
+        carried(parameters(extra))
+
+
 def test_a_tag_of_64_characters_is_taken():
     found = carried(parameters({KEY: {**GOOD, "tag": "t" * 64}}))
     assert found is not None

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from brainpatch.errors import RequestError
-from brainpatch.patch.limits import MAX_KEYFRAMES, MAX_NUM_LAYERS
+from brainpatch.patch.limits import MAX_HIDDEN_SIZE, MAX_INTERVENTIONS, MAX_KEYFRAMES, MAX_NUM_LAYERS
 from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime import wire
 from brainpatch.runtime.meaning import ActivePatch, ResolvedPatch, ResolvedSet, resolve
@@ -151,6 +151,8 @@ REFUSED = {
     "true for 1": message(version=True),
     "a strength that is no number": message(strength=NAN),
     "an infinite strength": message(strength=-INFINITY),
+    "a strength that no patch may have": message(strength=1024.5),
+    "a coefficient that no patch may have": message(coefficient=-1024.5),
     "a strength as a text": message(strength="1"),
     "a coefficient that is no number": message(coefficient=NAN),
     "an infinite coefficient": message(coefficient=INFINITY),
@@ -163,6 +165,12 @@ REFUSED = {
     "a vector's number below 0": message(vector=-1),
     "a vector's number beyond the last": message(vector=1),
     "an empty vector": message(vectors=[b""]),
+    "a vector beyond the limit": message(vectors=[bytes(4 * (MAX_HIDDEN_SIZE + 1))]),
+    "more edits than a patch may have": [
+        1,
+        [VECTOR],
+        [[1.0, None, [[0, 0, 1.0, 0]] * (MAX_INTERVENTIONS + 1)]],
+    ],
     "a vector of half a number": message(vectors=[VECTOR[:-2]]),
     "a vector with NaN": message(vectors=[struct.pack("<2f", 1.0, NAN)]),
     "a vector with infinity": message(vectors=[struct.pack("<2f", -INFINITY, 1.0)]),

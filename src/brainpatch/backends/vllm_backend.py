@@ -29,7 +29,7 @@ from brainpatch.backends.vllm_engine import (
     runs_on_cpu,
 )
 from brainpatch.backends.vllm_installed import InstalledPatches
-from brainpatch.backends.vllm_plugin import WORKER
+from brainpatch.backends.vllm_plugin import WORKER, counters
 from brainpatch.backends.vllm_requests import KEY, cache_salt, carry
 from brainpatch.backends.vllm_sampling import generation, own_salt, sampling_params
 from brainpatch.errors import BackendNotAvailable, CapabilityError, EngineError
@@ -163,6 +163,9 @@ class VLLMBackend(BrainPatchBackend):
                 f"this engine was started with worker_cls={parallel.worker_cls!r} and no extension of ours",
                 f"Start it with worker_cls={WORKER!r}.",
             )
+        replicas = parallel.data_parallel_size
+        if not synchronous and replicas > 1 and not hasattr(llm.engine_core, "call_utility_all_async"):
+            raise CapabilityError("BP502", f"{replicas} replicas: this engine can ask only one of them")
         self._tokenizer = processor.get_tokenizer()
         self._context = int(model.max_model_len)
         self._max_logprobs = int(model.max_logprobs)
@@ -227,13 +230,15 @@ class VLLMBackend(BrainPatchBackend):
     def worker_state(self) -> list[dict[str, Any]]:
         """What every worker says about itself and what is live now, one mapping a rank.
 
-        The keys of `bp_probe` and, with BrainPatchWorker, those of `bp_state`.
+        The keys of `bp_probe` and, with BrainPatchWorker, those of `bp_state`, and `refused`: how many
+        requests this process turned away for the patches they carried.
         """
         driver = self._driven()
         probes = driver.rpc("bp_probe")
         if self._installed is not None:
             return probes
-        return [{**probe, **state} for probe, state in zip(probes, driver.rpc("bp_state"), strict=True)]
+        states = driver.rpc("bp_state")
+        return [{**probe, **state, **counters} for probe, state in zip(probes, states, strict=True)]
 
     def weights_digest(self) -> list[str]:
         """SHA-256 of the parameters and buffers that each rank holds (law 2)."""

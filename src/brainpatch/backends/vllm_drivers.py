@@ -196,13 +196,22 @@ class AsyncDriver:
     def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """See `Driver`. EngineStateError (BP409) on the loop's own thread, which would wait for itself."""
         self.check_thread()
-        call = self._llm.collective_rpc(method, args=arguments)
+        call = self._call_all(method, arguments)
         return _judged(lambda: asyncio.run_coroutine_threadsafe(call, self._found_loop()).result(), method)
 
     async def rpc_async(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """See `Driver`."""
-        results = await self._llm.collective_rpc(method, args=arguments)
+        results = await self._call_all(method, arguments)
         return _judged(lambda: results, method)
+
+    async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """One result a rank of every data-parallel replica; `collective_rpc` itself returns the first one's."""
+        ask_all = getattr(self._llm.engine_core, "call_utility_all_async", None)
+        if ask_all is None:
+            found: list[dict[str, Any]] = await self._llm.collective_rpc(method, args=arguments)
+            return found
+        replicas = await ask_all("collective_rpc", method, None, arguments, {})
+        return [result for ranks in replicas for result in ranks]
 
     def check_thread(self) -> None:
         """See `Driver`. Not on the loop that would have to do the work."""

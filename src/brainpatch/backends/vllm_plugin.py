@@ -1,4 +1,4 @@
-"""The one place that every way into vLLM passes: where it turns a prompt and its parameters into a request.
+"""The places that every way into vLLM passes: where it makes a request, and where its engine gets one.
 
 vLLM loads `register` as a general plugin in each of its processes. Engines with another worker class than
 ours pay one comparison for a request, and nothing else changes for them.
@@ -7,13 +7,16 @@ ours pay one comparison for a request, and nothing else changes for them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 from brainpatch.backends.vllm_requests import KEY, cache_salt, carried, check_fits
-from brainpatch.errors import CapabilityError
+from brainpatch.errors import BrainPatchError, CapabilityError
 from brainpatch.runtime.meaning import ResolvedSet
 
 WORKER: Final = "brainpatch.backends.vllm_worker.BrainPatchWorker"
+counters = {"refused": 0}
+"""Of this process: requests that were refused for the patches they carry."""
 _EMPTY = ResolvedSet()
 _registered = False
 
@@ -28,23 +31,49 @@ def register() -> None:
     global _registered
     if _registered:
         return
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
-    original = InputProcessor.process_inputs
+    InputProcessor.process_inputs = _taken_in(InputProcessor.process_inputs)
+    EngineCore.preprocess_add_request = _handed_over(EngineCore.preprocess_add_request)
+    _registered = True
+
+
+def _taken_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`process_inputs`, where a caller hears at once what is wrong, before vLLM spends anything on it."""
 
     @functools.wraps(original)
     def process_inputs(self: Any, *arguments: Any, **named: Any) -> Any:
         if self.vllm_config.parallel_config.worker_cls != WORKER:
             return original(self, *arguments, **named)
         parameters = named["params"] if "params" in named else arguments[2]
-        # before vLLM spends anything on the request
-        patches = _checked(self.model_config, parameters, bool(named.get("resumable")))
+        try:
+            patches = _checked(self.model_config, parameters, bool(named.get("resumable")))
+        except BrainPatchError:
+            counters["refused"] += 1
+            raise
         request = original(self, *arguments, **named)
         _salt(request, patches)
         return request
 
-    InputProcessor.process_inputs = process_inputs
-    _registered = True
+    return process_inputs
+
+
+def _handed_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`preprocess_add_request`, where the engine gets a request, made by `process_inputs` or by hand.
+
+    vLLM fails the one request whose preprocessing raises. Salting again changes nothing.
+    """
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        if self.vllm_config.parallel_config.worker_cls == WORKER:
+            resumable = bool(getattr(request, "resumable", False))
+            model = self.vllm_config.model_config
+            _salt(request, _checked(model, request.sampling_params, resumable))
+        return original(self, request)
+
+    return preprocess_add_request
 
 
 def _checked(model: Any, parameters: Any, resumable: bool) -> ResolvedSet:

@@ -41,7 +41,11 @@ def carry(patches: ResolvedSet, *, tag: str = "", trace: bool = False) -> dict[s
 def carried(parameters: Any) -> Carried | None:
     """What a request's SamplingParams carry. RequestError (BP410) when it is not what `carry` makes."""
     extra = getattr(parameters, "extra_args", None)
-    if not extra or KEY not in extra:
+    if extra is None:
+        return None
+    if not isinstance(extra, Mapping):
+        raise RequestError("BP410", f"extra_args is a {type(extra).__name__}, and no mapping")
+    if KEY not in extra:
         return None
     given = extra[KEY]
     if not isinstance(given, Mapping) or not set(given) <= {"set", "tag", "trace"}:

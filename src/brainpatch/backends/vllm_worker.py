@@ -25,13 +25,14 @@ from brainpatch.backends.vllm_digest import weights_digest
 from brainpatch.backends.vllm_engine import LOAD_ERROR_FILE, availability
 from brainpatch.backends.vllm_extension import BrainPatchWorkerExtension, reported
 from brainpatch.backends.vllm_forms import locate_blocks
-from brainpatch.backends.vllm_health import Health
+from brainpatch.backends.vllm_health import Health, check_layout
 from brainpatch.backends.vllm_hooks import dtype_name
 from brainpatch.backends.vllm_plane import Plane, PlaneTrace, wrap
 from brainpatch.backends.vllm_proof import find_forms, prove_edits
 from brainpatch.backends.vllm_requests import carried
 from brainpatch.backends.vllm_runners import watch
-from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError, RequestError
+from brainpatch.backends.vllm_seeds import kept_seeds
+from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError
 
 __all__ = ["BrainPatchWorker", "BrainPatchWorkerExtension"]
 
@@ -65,7 +66,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
             _own_compile_cache(vllm_config)
         super().__init__(vllm_config, *arguments, **named)
         self._bp_health = Health()
-        self._bp_counters = {"admitted": 0, "refused": 0}
+        self._bp_admitted = 0
         self._bp_batch: tuple[list[str], np.ndarray] | None = None
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
@@ -93,6 +94,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
             plane = self._bp_plane
             plane.forms, vector = find_forms(self.model_runner, self._bp_runner, plane, self._bp_blocks.local)
             prove_edits(self.model_runner, self._bp_runner, plane, vector)
+            check_layout(self.model_runner)
         return result
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
@@ -115,21 +117,24 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
         self._bp_look()
         return output
 
+    def sample_tokens(self, *arguments: Any, **named: Any) -> Any:
+        """As the platform's, which on a CPU would not survive a seed."""
+        with kept_seeds(self.model_runner):
+            return super().sample_tokens(*arguments, **named)
+
     def _bp_look(self) -> None:
-        """After a pass with edits: are the activations still numbers?"""
+        """After a pass with patched requests in the engine: are their activations still numbers?"""
         hidden = getattr(self.model_runner.execute_model_state, "hidden_states", None)
         if self._bp_batch is not None and hidden is not None:
             self._bp_health.look(hidden, *self._bp_batch)
 
     def _bp_admit(self, new: Any) -> None:
-        try:
-            found = carried(new.sampling_params)
-        except RequestError:  # cannot be: it was checked where vLLM took the request in
-            self._bp_counters["refused"] += 1
-            raise
+        found = carried(
+            new.sampling_params
+        )  # raises nothing: it was checked where the engine got the request
         if found is None:
             return
-        self._bp_counters["admitted"] += 1
+        self._bp_admitted += 1
         plane = self._bp_plane
         plane.table.admit(new.req_id, found.patches, vllm_plugin.prompt_length(new))
         self._bp_health.admit(new.req_id, found.tag)
@@ -142,7 +147,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
         if plane.proving:  # a pass over made-up requests, whose edits are set already
             return
         plane.begin(requests, counts, positions)
-        if plane.columns:
+        if plane.table.live_requests:  # one that is edited no more may still break of what it was given
             self._bp_batch = requests, counts
 
     # --- called by name --------------------------------------------------------------------------
@@ -167,7 +172,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
     @reported
     def bp_state(self) -> dict[str, Any]:
         """What is live now, and totals since the start: live_requests, live_sets, live_vectors, slots (the
-        size of the vector table), admitted, refused, steps, rows_edited, blocks_edited, blocks_missed."""
+        size of the vector table), admitted, steps, rows_edited, blocks_edited, blocks_missed."""
         plane = self._bp_plane
         plane.settle()
         return {
@@ -175,7 +180,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
             "live_sets": plane.table.live_sets,
             "live_vectors": plane.table.live_vectors,
             "slots": len(plane.table.vectors),
-            **self._bp_counters,
+            "admitted": self._bp_admitted,
             **plane.counters,
         }
 
@@ -236,16 +241,33 @@ def _check_engine(vllm_config: Any) -> None:
             "without it nothing keeps cached blocks of different patches apart",
             "Add brainpatch to VLLM_PLUGINS, or unset it; and install brainpatch where vLLM runs.",
         )
-    refused = {
-        "micro-batches (enable_dbo, ubatch_size)": getattr(parallel, "enable_dbo", False)
-        or getattr(parallel, "ubatch_size", 0) > 1,
-        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "sequence parallelism (pass_config.enable_sp)": getattr(passes, "enable_sp", False),
-        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
-    }
-    for what, asked in refused.items():
+    rows = "a block then sees other rows than the batch has"
+    refused = [
+        (
+            "micro-batches (enable_dbo, ubatch_size)",
+            getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1,
+            rows,
+        ),
+        (
+            "prefill context parallelism",
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            rows,
+        ),
+        ("sequence parallelism (pass_config.enable_sp)", getattr(passes, "enable_sp", False), rows),
+        (
+            "kv_sharing_fast_prefill",
+            getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+            rows,
+        ),
+        (
+            "kv_transfer_config",
+            vllm_config.kv_transfer_config is not None,
+            "it is not proven that stores outside the engine keep the blocks of different patches apart",
+        ),
+    ]
+    for what, asked, why in refused:
         if asked:
-            raise CapabilityError("BP502", f"{what}: a block then sees other rows than the batch has")
+            raise CapabilityError("BP502", f"{what}: {why}")
 
 
 def _own_compile_cache(vllm_config: Any) -> None:

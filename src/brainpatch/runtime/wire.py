@@ -8,14 +8,19 @@ form is MessagePack, read by a typed decoder: data from a stranger becomes a set
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from brainpatch.errors import PatchFormatError, RequestError
-from brainpatch.patch.limits import MAX_NUM_LAYERS
+from brainpatch.patch.limits import (
+    ABSOLUTE_MAX_STRENGTH,
+    MAX_ABS_COEFFICIENT,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERVENTIONS,
+    MAX_NUM_LAYERS,
+)
 from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime.meaning import PreparedIntervention, ResolvedPatch, ResolvedSet
 
@@ -87,18 +92,20 @@ def encode(patches: ResolvedSet) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode(data: bytes) -> ResolvedSet:
-    """The set that `encode` wrote. RequestError (BP410) for anything else, numbers that are not finite included."""
+    """The set that `encode` wrote. RequestError (BP410) for anything else, numbers that no patch may have included."""
     try:
         found = _DECODER.decode(data)
         if found.version != VERSION:
             raise RequestError("BP410", f"the set is of version {found.version}; {VERSION} is read")
+        if any(len(patch.interventions) > MAX_INTERVENTIONS for patch in found.patches):
+            raise RequestError("BP410", f"a patch of the set has more than {MAX_INTERVENTIONS} edits")
         vectors = [_vector(raw) for raw in found.vectors]
         if len({len(vector) for vector, _ in vectors}) > 1:
             raise RequestError("BP410", "the set's vectors are of different lengths")
         return ResolvedSet(
             ResolvedPatch(
                 name=str(number),
-                strength=_finite(patch.strength),
+                strength=_bounded("strength", patch.strength, ABSOLUTE_MAX_STRENGTH),
                 schedule=None if patch.schedule is None else _schedule(patch.schedule),
                 interventions=tuple(_intervention(item, vectors) for item in patch.interventions),
             )
@@ -119,14 +126,13 @@ def _intervention(
 ) -> PreparedIntervention:
     if not (0 <= item.layer < MAX_NUM_LAYERS and 0 <= item.site < len(_SITES) and item.vector >= 0):
         raise RequestError("BP410", "the set has a layer, a site or a vector number out of range")
-    return PreparedIntervention(
-        item.layer, _SITES[item.site], _finite(item.coefficient), *vectors[item.vector]
-    )
+    coefficient = _bounded("coefficient", item.coefficient, MAX_ABS_COEFFICIENT)
+    return PreparedIntervention(item.layer, _SITES[item.site], coefficient, *vectors[item.vector])
 
 
-def _finite(number: float) -> float:
-    if not math.isfinite(number):
-        raise RequestError("BP410", "the set has a number that is not finite")
+def _bounded(what: str, number: float, limit: float) -> float:
+    if not abs(number) <= limit:  # NaN included
+        raise RequestError("BP410", f"the set has a {what} of {number:g}; at most {limit:g} is allowed")
     return number
 
 
@@ -134,6 +140,6 @@ def _vector(raw: bytes) -> tuple[NDArray[np.float32], bytes]:
     import numpy as np
 
     vector = np.frombuffer(raw, dtype="<f4")
-    if not len(vector) or not np.isfinite(vector).all():
-        raise RequestError("BP410", "the set has a vector that is empty or not finite")
+    if not 0 < len(vector) <= MAX_HIDDEN_SIZE or not np.isfinite(vector).all():
+        raise RequestError("BP410", "the set has a vector that is empty, too long or not finite")
     return vector, hashlib.sha256(raw).digest()

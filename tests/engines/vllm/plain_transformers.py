@@ -1,9 +1,11 @@
 """Run by itself: what Transformers computes with vectors added to block outputs.
 
 Arguments: a JSON file with the question, an .npz file to write. The question:
-{"model", "blocks": path of the block list, "runs": [{"ids", "new", "edits": {layer: [floats]}}]}.
+{"model", "blocks": path of the block list, "runs": [{"ids", "new", "edits": {layer: [floats]}}],
+"forced": [{"ids", "first", "edits": [{"layer", "vector": [floats], "scales": [one for each id]}]}]}.
 Written for run i: `logits_i` [vocabulary], of the first generated position; `tokens_i` [new]; `gap_i`
-[new], the distance of the two highest logits at each step.
+[new], the distance of the two highest logits at each step. For the i-th of `forced`, where all ids are given
+and one pass computes them: `forced_i` [ids - first, vocabulary], the logits from position `first` on.
 """
 
 from __future__ import annotations
@@ -29,6 +31,17 @@ def main() -> None:
         return hook
 
     arrays = {}
+    for number, run in enumerate(question.get("forced", [])):
+        handles = []
+        for edit in run["edits"]:
+            vector, scales = (torch.tensor(edit[key], dtype=torch.float32) for key in ("vector", "scales"))
+            hook = added(scales[None, :, None] * vector)
+            handles.append(blocks[edit["layer"]].register_forward_hook(hook))
+        with torch.inference_mode():
+            logits = model(torch.tensor([run["ids"]])).logits[0, run["first"] :]
+        for handle in handles:
+            handle.remove()
+        arrays[f"forced_{number}"] = logits.numpy()
     for number, run in enumerate(question["runs"]):
         handles = [
             blocks[int(layer)].register_forward_hook(added(torch.tensor(vector, dtype=torch.float32)))

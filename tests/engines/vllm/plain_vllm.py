@@ -1,4 +1,5 @@
-"""Run by itself: what a plain `vllm.LLM` answers.
+"""Run by itself: what a plain `vllm.LLM` answers, one prompt after another: what shares a step is then the same
+everywhere, and with it every bit.
 
 Arguments: a JSON file with the question, a JSON file to write. The question:
 {"model", "arguments", "prompts": [[token id]], "parameters": {...}, "full": [[token id]]}.
@@ -19,11 +20,10 @@ def main() -> None:
     llm = LLM(question["model"], **question["arguments"])
 
     def ask(prompts, **parameters):
-        outputs = llm.generate(
-            [TokensPrompt(prompt_token_ids=ids) for ids in prompts],
-            SamplingParams(**parameters),
-            use_tqdm=False,
-        )
+        outputs = [
+            llm.generate(TokensPrompt(prompt_token_ids=ids), SamplingParams(**parameters), use_tqdm=False)[0]
+            for ids in prompts
+        ]
         return [
             {
                 "token_ids": list(output.outputs[0].token_ids),

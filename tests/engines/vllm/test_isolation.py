@@ -1,13 +1,14 @@
 """Law 4 under pressure: what a request gets is what it gets alone, whatever runs beside and before it.
 
 Random requests of many configurations share one engine whose batches are small and whose KV cache is too
-small for them, so that prompts are computed in chunks, blocks are shared and requests are preempted. The
-engine's own noise, the same work without patches, is measured beside.
+small for them, so that prompts are computed in chunks, blocks are shared and requests are preempted, while
+others come and are aborted. The engine's own noise, the same work without patches, is measured beside.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from brainpatch.backends.vllm_backend import VLLMBackend
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.material import MODEL_ID, steering
 
-pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_batched_tokens": 96,
     "max_num_seqs": 24,
-    "num_gpu_blocks_override": 40,
+    "num_gpu_blocks_override": 36,
     "block_size": 32,
+    # Prompts are let in before there is room for all of them, so that requests are preempted.
+    "scheduler_reserve_full_isl": False,
     "disable_log_stats": False,
 }
 SCHEDULES = (None, {"0": 1, "3": 0}, {"0": 0, "2": 1.5}, {"keyframes": {"0": 0, "8": 1}, "interpolate": True})
@@ -61,8 +64,16 @@ def work(turn: random.Random, count: int, words: list[int]) -> tuple[list[list[i
         length = turn.choice([1, 3, 17, 60, 130, 260, turn.randint(300, 700)])
         start = turn.choice([0, 0, 0, 40, 90])
         prompts.append([words[(start + i) % len(words)] for i in range(length)])
-        # Greedy: vLLM 0.32 ends its CPU engine when it preempts a request that has a seed.
-        configs.append(GenerationConfig(max_new_tokens=turn.randint(2, 14), logprobs=3, ignore_eos=True))
+        drawn = {"temperature": 0.8, "seed": turn.randint(1, 999)} if turn.random() < 0.3 else {}
+        configs.append(
+            GenerationConfig(
+                max_new_tokens=turn.randint(2, 14),
+                logprobs=3,
+                ignore_eos=True,
+                n=turn.choice([1, 1, 1, 3]) if drawn else 1,
+                **drawn,
+            )
+        )
     return prompts, configs
 
 
@@ -77,24 +88,53 @@ def distance(one: Any, other: Any) -> float:
     return worst
 
 
+class Aborting:
+    """While it is open, patched requests are handed in beside the others, and aborted a little later."""
+
+    def __init__(self, backend: VLLMBackend, wishes: list[dict[str, Any]], prompt: list[int]) -> None:
+        self._backend, self._wishes, self._prompt = backend, wishes, prompt
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.aborted = 0
+
+    def __enter__(self) -> Aborting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        config = GenerationConfig(max_new_tokens=200, ignore_eos=True)
+        while not self._stop.wait(0.3):
+            wish = self._wishes[self.aborted % len(self._wishes)]
+            stream = self._backend.stream(self._prompt[: 40 + self.aborted % 60], config, patches=wish)
+            next(stream)
+            stream.close()
+            self.aborted += 1
+
+
 def pressed(backend: VLLMBackend, count: int, words: list[int]) -> dict[str, Any]:
     """Run the work together and alone; say how far the two are apart, with patches and without."""
     turn = random.Random(7)
     known = configurations(backend, turn)
     wishes = [turn.choice(known) for _ in range(count)]
     prompts, configs = work(turn, count, words)
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"requests": count}
     for name, asked in (("plain", [{}] * count), ("patched", wishes)):
         backend._driver.reset_cache()
-        together = backend.generate_detailed(prompts, configs, patches=asked)
+        with Aborting(backend, known if name == "patched" else [{}], words) as beside:
+            together = backend.generate_detailed(prompts, configs, patches=asked)
         alone = []
         for prompt, config, wish in zip(prompts, configs, asked, strict=True):
             backend._driver.reset_cache()
             alone += backend.generate_detailed([prompt], config, patches=wish)
-        pairs = list(zip(together, alone, strict=True))
+        pairs = list(zip(together, alone, strict=True))  # of all answers, which `n` makes more than requests
         report[name] = max(distance(a, b) for a, b in pairs)
         report[f"{name} differ"] = sum(a.token_ids != b.token_ids for a, b in pairs)
         report[f"{name} cached"] = sum(one.cached_tokens for one in together)
+        report[f"{name} aborted"] = beside.aborted
     metrics = backend._driver.call(backend._engine.llm.get_metrics)
     report["preemptions"] = sum(one.value for one in metrics if one.name == "vllm:num_preemptions")
     report["state"] = backend.worker_state()[0]
@@ -109,6 +149,7 @@ def check(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     # No more than the engine's own noise, which batch shapes and chunks make.
     assert report["patched"] <= max(1e-5, 3 * report["plain"])
     assert report["patched differ"] <= report["plain differ"]
+    assert min(report["plain aborted"], report["patched aborted"]) > 0
     state = report["state"]
     assert (state["live_requests"], state["live_vectors"], state["blocks_missed"]) == (0, 0, 0)
 
@@ -116,7 +157,7 @@ def check(report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
 def test_requests_under_pressure_get_what_they_get_alone(free_slot, model_folder, long_prompt, capsys):
     with VLLMBackend() as backend:
         backend.load_model(model_folder, model_id=MODEL_ID, enforce_eager=True, **SMALL)
-        check(pressed(backend, 60, long_prompt), capsys)
+        check(pressed(backend, 200, long_prompt), capsys)
 
 
 def test_requests_under_pressure_in_a_compiled_engine(free_slot, model_folder, long_prompt, capsys):
@@ -133,6 +174,6 @@ def test_requests_under_pressure_in_the_v2_runner(free_slot, model_folder, long_
     interpreted_triton(monkeypatch)
     with VLLMBackend() as backend:
         backend.load_model(model_folder, model_id=MODEL_ID, enforce_eager=True, **SMALL)
-        report = pressed(backend, 12, long_prompt)
+        report = pressed(backend, 24, long_prompt)
         assert report["state"]["runner"] == "V2"
         check(report, capsys)

@@ -25,33 +25,53 @@ def given(answers):
     return [(one.token_ids, one.logprobs) for one in answers]
 
 
+def one_by_one(backend, prompts, config, patches=None):
+    return given(backend.generate_detailed([prompt], config, patches=patches)[0] for prompt in prompts)
+
+
 def test_zero_is_nothing_on_vllm(backend, chats, plain):
-    wanted = exactly(plain["answers"])
-    assert given(backend.generate_detailed(chats, CONFIG)) == wanted
+    """Bit for bit: every request is alone in its steps, as it was in the plain engine."""
+    wanted, few = exactly(plain["answers"])[:3], chats[:3]
+    assert one_by_one(backend, few, CONFIG) == wanted
     backend.install_patch(steering("p", (0, 15, 29)))
-    changed = given(backend.generate_detailed(chats, CONFIG))
+    changed = one_by_one(backend, few, CONFIG)
     assert all(a != b for a, b in zip(changed, wanted, strict=True))
     for patches in ({}, {"p": 0.0}, {"p": 1e-13}, {"p": {"strength": 1, "schedule": {"0": 0.0}}}):
-        assert given(backend.generate_detailed(chats, CONFIG, patches=patches)) == wanted, patches
-        assert given(backend.generate_detailed(chats, CONFIG)) == changed
+        assert one_by_one(backend, few, CONFIG, patches) == wanted, patches
+    assert one_by_one(backend, few, CONFIG) == changed
     backend.set_strength("p", 0.0)
-    assert given(backend.generate_detailed(chats, CONFIG)) == wanted
+    assert one_by_one(backend, few, CONFIG) == wanted
     backend.set_strength("p", 1.0)
     backend.set_enabled("p", False)
-    assert given(backend.generate_detailed(chats, CONFIG)) == wanted
+    assert one_by_one(backend, few, CONFIG) == wanted
     backend.remove_patch("p")
-    assert given(backend.generate_detailed(chats, CONFIG)) == wanted
+    assert one_by_one(backend, few, CONFIG) == wanted
     assert backend.worker_state()[0]["live_vectors"] == 0
     backend.install_patch(steering("z", coefficient=0.0))
-    assert given(backend.generate_detailed(chats, CONFIG)) == wanted
+    assert one_by_one(backend, few, CONFIG) == wanted
+
+
+def test_zero_beside_patched_requests_is_the_plain_answer(backend, chats, plain):
+    backend.install_patch(steering("p", (0, 15, 29)))
+    wishes = [{"p": 1}, {"p": 0}] * 4
+    answers = backend.generate_detailed(chats, CONFIG, patches=wishes)
+    for number, (ids, logprobs) in enumerate(exactly(plain["answers"])):
+        if number % 2:
+            assert answers[number].token_ids == ids
+            for ours, theirs in zip(answers[number].logprobs, logprobs, strict=True):
+                shared = sorted(set(ours) & set(theirs))
+                assert len(shared) >= 4
+                np.testing.assert_allclose([ours[t] for t in shared], [theirs[t] for t in shared], atol=2e-4)
+        else:
+            assert answers[number].token_ids != ids
 
 
 def test_every_logit_of_a_zero_is_that_of_the_plain_engine(backend, chats, plain):
     backend.install_patch(steering("p"))
-    backend.generate_detailed(chats[:2], FULL)
-    zero = backend.generate_detailed(chats[:2], FULL, patches={"p": 0})
-    assert given(zero) == exactly(plain["full"])
-    assert len(zero[0].logprobs[0]) == 49152
+    one_by_one(backend, chats[:2], FULL)
+    zero = one_by_one(backend, chats[:2], FULL, {"p": 0})
+    assert zero == exactly(plain["full"])
+    assert len(zero[0][1][0]) == 49152
 
 
 def test_weights_never_change_on_vllm(backend, chats):
@@ -112,7 +132,7 @@ def test_the_workers_say_what_they_did(backend, chats):
     assert state["rows_edited"] - before["rows_edited"] == 2 * rows
     assert state["admitted"] - before["admitted"] == 1
     assert (state["live_requests"], state["live_sets"], state["live_vectors"]) == (0, 0, 0)
-    assert (state["blocks_missed"], state["refused"]) == (0, 0)
+    assert state["blocks_missed"] == 0
     assert (state["path"], state["num_layers"], state["hidden_size"]) == ("model.layers", 30, 576)
     assert (state["dtype"], state["runner"], state["compiled"]) == ("float32", "V1", False)
     assert set(state["forms"].values()) == {"SUM"}

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+import uuid
 
 import pytest
 
@@ -181,7 +182,13 @@ def test_threads_share_the_engine(backend, chats):
     assert answers == wanted
 
 
-def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_with(backend, chats):
+@pytest.mark.parametrize(
+    ("requests", "least_changes"),
+    [(60, 50), pytest.param(300, 500, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+)
+def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_with(
+    backend, chats, requests, least_changes
+):
     """One thread changes, others ask; each answer is that of the digest it came with."""
     config = GenerationConfig(max_new_tokens=6, ignore_eos=True)
     variants = [steering("p", (layer,)) for layer in (12, 15)]
@@ -209,7 +216,7 @@ def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_wit
     seen = {}
 
     def ask(number):
-        for turn in range(10):
+        for turn in range(requests // 6):
             prompt = (number + turn) % len(chats)
             patches = backend._resolve(None, backend._snapshot())
             request = Request(tuple(chats[prompt]), config, patches)
@@ -225,8 +232,8 @@ def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_wit
         thread.join()
     stop.set()
     changer.join()
-    assert len(answers) == 60
-    assert changes > 50
+    assert len(answers) == requests
+    assert changes >= least_changes
     assert len(seen) > 4
     solo = {}
     for prompt, patches, answer in answers:
@@ -272,6 +279,52 @@ def test_the_parameters_alone_are_safe(backend, long_prompt):
     assert salted[0][1] >= 256  # the salt that follows anyway
 
 
+def test_a_structured_answer_keeps_its_structure_under_a_patch(backend, chats):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    backend.install_patch(steering("p", norm=80.0), enabled=False)
+    config = GenerationConfig(
+        max_new_tokens=12,
+        extra={"structured_outputs": StructuredOutputsParams(choice=["yes", "no", "maybe"])},
+    )
+    wishes = [{"p": x} for x in (1, -1, 0, 0.5)]
+    answers = backend.generate_detailed(chats[:4], config, patches=wishes)
+    assert all(one.text in ("yes", "no", "maybe") for one in answers)
+    for prompt, wish, answer in zip(chats, wishes, answers, strict=False):
+        assert backend.generate_detailed([prompt], config, patches=wish)[0].text == answer.text
+    free = backend.generate_detailed(chats[:4], GREEDY, patches=wishes)
+    assert all(one.text not in ("yes", "no", "maybe") for one in free)
+
+
+def test_the_prompts_own_logprobs_are_those_of_the_patched_model(backend, long_prompt):
+    """A token's log-probability in the prompt is what it would have been as the next one."""
+    from vllm import SamplingParams
+
+    prompt = long_prompt[:40]
+    backend.install_patch(steering("p", norm=60.0), enabled=False)
+    backend.install_patch(steering("later", norm=60.0, site="continuation"), enabled=False)
+
+    def of_prompt(wish):
+        base = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        parameters = backend.sampling_params(wish, base)
+        given = [{"prompt_token_ids": prompt}]
+        (output,) = backend._driver.call(
+            lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False)
+        )
+        return [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, len(prompt))]
+
+    def as_next(i, wish):
+        config = GenerationConfig(max_new_tokens=1, extra={"logprobs": -1})
+        return backend.generate_detailed([prompt[:i]], config, patches=wish)[0].logprobs[0][prompt[i]]
+
+    plain, patched = of_prompt({}), of_prompt({"p": 1})
+    assert max(abs(a - b) for a, b in zip(plain, patched, strict=True)) > 0.1
+    assert of_prompt({"later": 1}) == pytest.approx(plain, abs=1e-3)
+    for i in (1, 17, 39):
+        assert patched[i - 1] == pytest.approx(as_next(i, {"p": 1}), abs=1e-3)
+    assert of_prompt({}) == pytest.approx(plain, abs=1e-3)
+
+
 def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
     from vllm import SamplingParams
 
@@ -282,6 +335,7 @@ def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
     plain = raw(backend, [(long_prompt, {})], base)[0][0]
     assert abs(wanted - plain) > 0.01
     good = steered.extra_args["brainpatch"]
+    refused = backend.worker_state()[0]["refused"]
     wide = VLLMForger.wider(good["set"])
     for forged in (
         "text", {"set": "text"}, {"set": b"junk"}, {"set": good["set"][:-1]}, {**good, "more": 1},
@@ -291,12 +345,64 @@ def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
         parameters.extra_args = {"brainpatch": forged}
         with pytest.raises(RequestError, match="BP410"):
             raw(backend, [(long_prompt, {})], parameters)
+    assert backend.worker_state()[0]["refused"] == refused + 9
     salt = backend.cache_salt({"p": 1})
     for name in (salt, salt[:-1], f"{salt}x", "brainpatch:", "brainpatch::"):
         logprob, cached = raw(backend, [(long_prompt, {"cache_salt": name})], base)[0]
         assert cached == 0, name
         assert logprob == pytest.approx(plain, abs=1e-3), name
     assert raw(backend, [(long_prompt, {})], steered)[0][0] == pytest.approx(wanted, abs=1e-3)
+
+
+def by_hand(backend, prompt, parameters, change):
+    """A request that goes around vLLM's input processing: made by it, changed, and given to the engine."""
+    engine = backend._engine.llm.llm_engine
+    number = f"by-hand-{uuid.uuid4().hex}"
+
+    def run():
+        given = {"type": "token", "prompt_token_ids": prompt}
+        request = engine.input_processor.process_inputs(number, given, parameters, ("generate",))
+        change(request)
+        engine.add_request(number, request, parameters)
+        while True:
+            for output in engine.step():
+                if output.finished:
+                    return output
+
+    return backend._driver.call(run)
+
+
+def test_a_request_made_by_hand_is_salted_and_checked_too(backend, long_prompt):
+    from vllm import SamplingParams
+
+    backend.install_patch(steering("p", norm=80.0))
+    base = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    steered = backend.sampling_params({"p": 1}, base)
+    salt = backend.cache_salt({"p": 1})
+    backend._driver.reset_cache()
+    wanted = raw(backend, [(long_prompt, {})], base)[0][0]
+    backend._driver.reset_cache()
+
+    def named(salt):
+        def change(request):
+            request.cache_salt = salt
+
+        return change
+
+    for given in (None, "brainpatch::"):
+        output = by_hand(backend, long_prompt, steered.clone(), named(given))
+        assert abs(output.outputs[0].logprobs[0][output.outputs[0].token_ids[0]].logprob - wanted) > 0.01
+    logprob, cached = raw(backend, [(long_prompt, {})], base)[0]
+    assert (logprob, cached) == (pytest.approx(wanted, abs=1e-3), 0)
+    output = by_hand(backend, long_prompt, base.clone(), named(salt))
+    assert output.num_cached_tokens == 0
+
+    def spoil(request):
+        request.sampling_params.extra_args["brainpatch"]["set"] = b"junk"
+
+    output = by_hand(backend, long_prompt, steered.clone(), spoil)
+    assert output.outputs[0].finish_reason == "error"
+    assert raw(backend, [(long_prompt, {})], base)[0][0] == pytest.approx(wanted, abs=1e-3)
 
 
 class VLLMForger:
