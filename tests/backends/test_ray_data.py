@@ -30,7 +30,7 @@ def test_a_rows_patches_are_those_that_it_names(value, wish):
     assert _wish(value) == wish
 
 
-@pytest.mark.parametrize("value", ["{", "formal", "[1]", 7, ["a"]])
+@pytest.mark.parametrize("value", ["{", "formal", "[1]", 7, 0.8, ["a"], '"formal"', "0.8", "NaN"])
 def test_patches_that_are_no_mapping_are_refused(value):
     with pytest.raises(RequestError, match="BP402"):
         _wish(value)

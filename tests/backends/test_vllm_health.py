@@ -278,6 +278,9 @@ def device(monkeypatch):
         def query(self):
             return self.done
 
+        def synchronize(self):
+            self.done = True
+
     def empty(total, *, dtype, pin_memory):
         assert pin_memory
         return OnDevice(torch.full((total,), NAN, dtype=dtype))
@@ -314,6 +317,19 @@ def test_a_request_that_is_over_before_its_last_step_is_judged_is_found_still(de
     device[0].done = True
     step(health, runner, scheduled(new("a", [4])))
     assert list(health.broken) == ["a"]
+    assert runner.zeroed() == [4]
+
+
+def test_steps_are_waited_for_where_blocks_change_hands_at_once(device):
+    runner, health = Runner(), Health()
+    health.admit("a", "a")
+    step(health, runner, scheduled(new("a", [4])))
+    look_on_device(health, "a", NAN)
+    health.catch_up()
+    assert (list(health.broken), health.total) == ([], 0)
+    health.catch_up(wait=True)
+    assert (list(health.broken), health.total) == (["a"], 1)
+    health.clean(scheduled(new("plain", [4])), runner)
     assert runner.zeroed() == [4]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from brainpatch.errors import BrainPatchError, RequestError
+from brainpatch.errors import BrainPatchError, EngineError, EngineStateError, RequestError
 from brainpatch.patch.file import load_patch_bytes, read_patch_file
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.requests import Prompt
@@ -117,6 +117,8 @@ class Replica:
                 use_chat_template=self._use_chat_template,
             )
         except BrainPatchError as error:
+            if isinstance(error, (EngineError, EngineStateError)):
+                self._backend.worker_state()  # raises where the engine is gone; Ray then starts another replica
             return {**found, "error": f"{error.code} {error.reason}"}
         return {name: getattr(answer, name, "") for name in _ANSWER}
 
@@ -129,12 +131,14 @@ def _prompt(value: Any) -> Prompt:
 
 def _wish(value: Any) -> dict[str, Any]:
     """A row's patches. Columns of mappings have every row's keys, with None where a row did not have one."""
-    if isinstance(value, str) and value.strip():
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        return {}  # NaN is how some readers say that there is none
+    if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
             raise RequestError("BP402", f"the patches of the row are no JSON: {error}") from None
-    if value is None or isinstance(value, (str, float)):  # NaN is how some readers say that there is none
+    if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise RequestError("BP402", f"the patches of the row are a {type(value).__name__}, and no mapping")

@@ -57,6 +57,8 @@ class LLMDriver:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}  # touched by the thread alone
         self._failed: BaseException | None = None
+        self._closed = False
+        self._gate = threading.Lock()  # nothing is queued after the last command was taken
         self._thread = threading.Thread(target=self._drive, name="brainpatch-vllm", daemon=True)
         self._thread.start()
 
@@ -65,30 +67,38 @@ class LLMDriver:
         request = f"brainpatch-{next(_numbers)}"
 
         def add() -> None:
-            if self._failed is not None:
-                sink(_as_error(self._failed))
-                return
             self._sinks[request] = sink
+            if self._failed is not None:
+                self._tell(request, _as_error(self._failed), last=True)
+                return
             try:
                 self._llm.llm_engine.add_request(request, prompt, parameters)
             except Exception as error:
-                del self._sinks[request]
-                sink(_as_error(error))
+                self._tell(request, _as_error(error), last=True)
 
-        self._commands.put(add)
+        self._put(add)
         return request
+
+    def _put(self, command: Callable[[], None] | None) -> None:
+        with self._gate:
+            if self._closed:
+                raise EngineStateError("BP407", "the engine is closed")
+            self._commands.put(command)
 
     def abort(self, requests: Sequence[str]) -> None:
         """See `Driver`."""
         named = list(requests)
 
         def drop() -> None:
-            live = [request for request in named if self._sinks.pop(request, None) is not None]
-            if live:
-                with contextlib.suppress(Exception):  # a dead engine has nothing left to drop
-                    self._llm.llm_engine.abort_request(live)
+            self._drop([request for request in named if self._sinks.pop(request, None) is not None])
 
-        self._commands.put(drop)
+        with contextlib.suppress(EngineStateError):
+            self._put(drop)
+
+    def _drop(self, live: list[str]) -> None:
+        if live:
+            with contextlib.suppress(Exception):  # a dead engine has nothing left to drop
+                self._llm.llm_engine.abort_request(live)
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run `function` on the thread that owns the engine, between two steps, and return its result."""
@@ -96,13 +106,13 @@ class LLMDriver:
 
         def run() -> None:
             try:
+                if self._closed:
+                    raise EngineStateError("BP407", "the engine is closed")
                 done.set_result(function())
             except BaseException as error:  # it belongs to the caller's thread
                 done.set_exception(error)
 
-        if not self._thread.is_alive():
-            raise EngineStateError("BP407", "the engine is closed")
-        self._commands.put(run)
+        self._put(run)
         return done.result()
 
     def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -123,7 +133,8 @@ class LLMDriver:
 
     def close(self) -> None:
         """See `Driver`. Requests that still run hear that the engine is closed."""
-        self._commands.put(None)
+        with contextlib.suppress(EngineStateError):
+            self._put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -138,7 +149,14 @@ class LLMDriver:
             if command is None:
                 break
             command()
-        self._tell_all(EngineStateError("BP407", "the engine was closed while it worked on the request"))
+        with self._gate:
+            self._closed = True
+        self._failed = _closed()
+        self._tell_all(self._failed)
+        while not self._commands.empty():  # what came after the end
+            late = self._commands.get()
+            if late is not None:
+                late()
 
     def _step(self, engine: Any) -> None:
         try:
@@ -148,16 +166,24 @@ class LLMDriver:
             self._tell_all(error)
             return
         for output in outputs:
-            sink = self._sinks.get(output.request_id)
-            if sink is not None:
-                if output.finished:
-                    del self._sinks[output.request_id]
-                sink(output)
+            self._tell(output.request_id, output, last=output.finished)
+
+    def _tell(self, request: str, output: Any, *, last: bool) -> None:
+        """Hand an output to its request's sink. One that cannot take it, as after its event loop is closed, is
+        dropped: the thread belongs to the others, too."""
+        sink = self._sinks.pop(request, None) if last else self._sinks.get(request)
+        if sink is None:
+            return
+        try:
+            sink(output)
+        except Exception:
+            if not last:
+                del self._sinks[request]
+                self._drop([request])
 
     def _tell_all(self, error: BaseException) -> None:
-        for sink in self._sinks.values():
-            sink(_as_error(error))
-        self._sinks.clear()
+        for request in list(self._sinks):
+            self._tell(request, _as_error(error), last=True)
 
 
 class AsyncDriver:
@@ -167,6 +193,7 @@ class AsyncDriver:
         self._llm = llm
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[str, Future[None]] = {}
+        self._sinks: dict[str, Sink] = {}
         with contextlib.suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
 
@@ -177,21 +204,36 @@ class AsyncDriver:
         async def run() -> None:
             try:
                 async for output in self._llm.generate(prompt, parameters, request):
+                    if request not in self._sinks:  # aborted or told already
+                        return
                     sink(output)
+            except asyncio.CancelledError:  # by `abort`, or since the loop ends
+                self._tell(request, _closed())
+                raise
             except Exception as error:
-                sink(_as_error(error))
+                self._tell(request, _as_error(error))
             finally:
                 self._tasks.pop(request, None)
+                self._sinks.pop(request, None)
 
+        self._sinks[request] = sink
         self._tasks[request] = asyncio.run_coroutine_threadsafe(run(), self._found_loop())
         return request
 
     def abort(self, requests: Sequence[str]) -> None:
         """See `Driver`."""
         for request in requests:
+            self._sinks.pop(request, None)
             task = self._tasks.pop(request, None)
             if task is not None:
                 task.cancel()
+
+    def _tell(self, request: str, error: BaseException) -> None:
+        """The last that a sink hears, if it has not heard its last."""
+        sink = self._sinks.pop(request, None)
+        if sink is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+                sink(error)
 
     def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """See `Driver`. EngineStateError (BP409) on the loop's own thread, which would wait for itself."""
@@ -224,8 +266,10 @@ class AsyncDriver:
                 )
 
     def close(self) -> None:
-        """See `Driver`."""
-        self.abort(list(self._tasks))
+        """See `Driver`. Requests that still run hear that the engine is closed."""
+        for request, task in list(self._tasks.items()):
+            self._tell(request, _closed())
+            task.cancel()
 
     def _found_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -238,11 +282,18 @@ class AsyncDriver:
         return self._loop
 
 
+def _closed() -> EngineStateError:
+    return EngineStateError("BP407", "the engine was closed while it worked on the request")
+
+
 def _as_error(error: BaseException) -> BaseException:
     """What a caller gets to see: ours as they are, vLLM's with a code."""
-    if isinstance(error, BrainPatchError):
-        return error
-    if type(error).__name__ == "VLLMValidationError":  # found out when the request was handed in
+    for found in (error, error.__cause__):  # an AsyncLLM wraps what it does not know
+        if isinstance(found, BrainPatchError):
+            return found
+    if any(
+        kind.__name__ == "VLLMValidationError" for kind in type(error).__mro__
+    ):  # found out when the request was handed in
         return RequestError("BP404", f"vLLM refuses the request: {error}")
     return EngineError("BP508", f"{type(error).__name__}: {error}")
 

@@ -39,6 +39,8 @@ class Health:
     def __init__(self) -> None:
         self.broken: OrderedDict[str, None] = OrderedDict()
         """Tags of requests that broke, the latest last; at most 4096 are remembered."""
+        self.total = 0
+        """How many requests broke since the start."""
         self._watched: dict[str, _Watched] = {}
         self._dirty: set[int] = set()
         self._pending: list[tuple[Any, Tensor, list[_Watched | None], NDArray[np.integer]]] = []
@@ -88,10 +90,12 @@ class Health:
         event.record()
         self._pending.append((event, copy, owners, np.asarray(counts)))
 
-    def catch_up(self) -> None:
-        """Judge the steps that a device has finished."""
-        while self._pending and self._pending[0][0].query():
-            _, sums, owners, counts = self._pending.pop(0)
+    def catch_up(self, *, wait: bool = False) -> None:
+        """Judge the steps that a device has finished; `wait`: all, once it has finished them."""
+        while self._pending and (wait or self._pending[0][0].query()):
+            event, sums, owners, counts = self._pending.pop(0)
+            if wait:
+                event.synchronize()
             self._judge(sums, owners, counts)
 
     def _judge(self, sums: Tensor, owners: list[_Watched | None], counts: NDArray[np.integer]) -> None:
@@ -103,6 +107,7 @@ class Health:
             if watched is None or watched.broken:
                 continue
             watched.broken = True
+            self.total += 1
             # Not only when it is released: a request that is preempted loses its blocks before.
             self._dirty |= watched.blocks
             if watched.tag:

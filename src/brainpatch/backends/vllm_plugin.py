@@ -49,9 +49,9 @@ def _taken_in(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = named["params"] if "params" in named else arguments[2]
         try:
             patches = _checked(self.model_config, parameters, bool(named.get("resumable")))
-        except BrainPatchError:
+        except BrainPatchError as error:
             counters["refused"] += 1
-            raise
+            raise _as_client_error(error) from None
         request = original(self, *arguments, **named)
         _salt(request, patches)
         return request
@@ -74,6 +74,20 @@ def _handed_over(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, request)
 
     return preprocess_add_request
+
+
+def _as_client_error(error: BrainPatchError) -> BrainPatchError:
+    """The same error, which vLLM's engines and server know as the client's fault and hand on as it is."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:  # an older vLLM, which hands on every ValueError
+        return error
+    kind = type(error)
+    made = type(
+        kind.__name__, (kind, VLLMClientError), {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    )
+    found: BrainPatchError = made(error.code, error.reason, error.remedy)
+    return found
 
 
 def _checked(model: Any, parameters: Any, resumable: bool) -> ResolvedSet:

@@ -106,14 +106,16 @@ def own_salt(config: GenerationConfig) -> str | None:
 def generation(output: Any, config: GenerationConfig, patches: ResolvedSet) -> Generation:
     """A Generation from vLLM's RequestOutput. EngineError (BP508) when it was cut off."""
     answer = output.outputs[0]
-    if answer.finish_reason not in ("stop", "length"):
+    # "repetition": the caller's own `repetition_detection` stopped it.
+    reason = "stop" if answer.finish_reason == "repetition" else answer.finish_reason
+    if reason not in ("stop", "length"):
         raise EngineError("BP508", f"vLLM ended a request with {answer.finish_reason!r}")
     given = answer.logprobs
     return Generation(
         text=answer.text,
         token_ids=[int(token) for token in answer.token_ids],
         logprobs=None if given is None else [_plain(entry) for entry in given],
-        finish_reason=answer.finish_reason,
+        finish_reason=reason,
         prompt_tokens=len(output.prompt_token_ids),
         patches=patches.to_mapping(),
         cached_tokens=output.num_cached_tokens or 0,

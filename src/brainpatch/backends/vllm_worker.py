@@ -103,7 +103,8 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
         for request in scheduler_output.finished_req_ids:
             plane.table.release(request)
             health.release(request)
-        health.catch_up()
+        # Blocks of a preempted request are handed out at once, and its last step may not be judged yet.
+        health.catch_up(wait=bool(getattr(scheduler_output, "preempted_req_ids", None)))
         health.clean(scheduler_output, self.model_runner)
         for new in scheduler_output.scheduled_new_reqs:
             self._bp_admit(new)
@@ -172,7 +173,8 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
     @reported
     def bp_state(self) -> dict[str, Any]:
         """What is live now, and totals since the start: live_requests, live_sets, live_vectors, slots (the
-        size of the vector table), admitted, steps, rows_edited, blocks_edited, blocks_missed."""
+        size of the vector table), admitted, broken (requests whose activations were no numbers), steps,
+        rows_edited, blocks_edited, blocks_missed."""
         plane = self._bp_plane
         plane.settle()
         return {
@@ -181,6 +183,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
             "live_vectors": plane.table.live_vectors,
             "slots": len(plane.table.vectors),
             "admitted": self._bp_admitted,
+            "broken": self._bp_health.total,
             **plane.counters,
         }
 
@@ -260,6 +263,18 @@ def _check_engine(vllm_config: Any) -> None:
             rows,
         ),
         (
+            "distributed_executor_backend='ray' with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
+            _goes_around(parallel.distributed_executor_backend),
+            "that executor does not call the worker",
+        ),
+        (
+            "speculation with async scheduling on an accelerator",
+            vllm_config.speculative_config is not None
+            and vllm_config.scheduler_config.async_scheduling
+            and vllm_config.device_config.device_type != "cpu",
+            "the host does not know the positions of a step; set async_scheduling=False",
+        ),
+        (
             "kv_transfer_config",
             vllm_config.kv_transfer_config is not None,
             "it is not proven that stores outside the engine keep the blocks of different patches apart",
@@ -268,6 +283,16 @@ def _check_engine(vllm_config: Any) -> None:
     for what, asked, why in refused:
         if asked:
             raise CapabilityError("BP502", f"{what}: {why}")
+
+
+def _goes_around(executor: Any) -> bool:
+    """Whether this executor calls the model runner itself, and not the worker."""
+    from vllm import envs
+
+    if executor == "ray":
+        return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False)
+    kinds = executor.__mro__ if isinstance(executor, type) else ()
+    return any(kind.__name__ == "RayDistributedExecutor" for kind in kinds)
 
 
 def _own_compile_cache(vllm_config: Any) -> None:

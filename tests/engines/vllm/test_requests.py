@@ -11,9 +11,11 @@ import uuid
 import pytest
 
 from brainpatch.errors import EngineError, RequestError, UnknownPatchError
-from brainpatch.runtime import GenerationConfig
+from brainpatch.runtime import GenerationConfig, wire
+from brainpatch.runtime.meaning import ActivePatch, resolve
 from brainpatch.runtime.requests import Request
 from tests.engines.vllm.material import steering
+from tests.factories import make_patch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
@@ -277,6 +279,11 @@ def test_the_parameters_alone_are_safe(backend, long_prompt):
     assert all(cached >= 256 for _, cached in again)
     salted = raw(backend, [(long_prompt, {"cache_salt": backend.cache_salt({"p": 1})})], steered)
     assert salted[0][1] >= 256  # the salt that follows anyway
+    several = steered.clone()
+    several.n, several.temperature, several.seed = 2, 0.01, 5  # so cold that it is nearly greedy
+    given = [{"prompt_token_ids": long_prompt}]
+    (output,) = backend._driver.call(lambda: backend._engine.llm.generate(given, several, use_tqdm=False))
+    assert [list(one.token_ids)[:3] for one in output.outputs] == [answers[0].token_ids[:3]] * 2
 
 
 def test_a_structured_answer_keeps_its_structure_under_a_patch(backend, chats):
@@ -336,16 +343,16 @@ def test_what_a_caller_forges_is_refused_or_harmless(backend, long_prompt):
     assert abs(wanted - plain) > 0.01
     good = steered.extra_args["brainpatch"]
     refused = backend.worker_state()[0]["refused"]
-    wide = VLLMForger.wider(good["set"])
     for forged in (
         "text", {"set": "text"}, {"set": b"junk"}, {"set": good["set"][:-1]}, {**good, "more": 1},
-        {**good, "tag": "x" * 65}, {**good, "set": wide}, {"digest": "a" * 64}, 7,
+        {**good, "tag": "x" * 65}, {"digest": "a" * 64}, 7,
+        {**good, "set": forged_set(1, 8)}, {**good, "set": forged_set(99, 576)},
     ):  # fmt: skip
         parameters = base.clone()
         parameters.extra_args = {"brainpatch": forged}
         with pytest.raises(RequestError, match="BP410"):
             raw(backend, [(long_prompt, {})], parameters)
-    assert backend.worker_state()[0]["refused"] == refused + 9
+    assert backend.worker_state()[0]["refused"] == refused + 10
     salt = backend.cache_salt({"p": 1})
     for name in (salt, salt[:-1], f"{salt}x", "brainpatch:", "brainpatch::"):
         logprob, cached = raw(backend, [(long_prompt, {"cache_salt": name})], base)[0]
@@ -405,16 +412,10 @@ def test_a_request_made_by_hand_is_salted_and_checked_too(backend, long_prompt):
     assert raw(backend, [(long_prompt, {})], base)[0][0] == pytest.approx(wanted, abs=1e-3)
 
 
-class VLLMForger:
-    @staticmethod
-    def wider(data):
-        """A set of another model's width."""
-        from brainpatch.runtime import wire
-        from brainpatch.runtime.meaning import ActivePatch, resolve
-        from tests.factories import make_patch
-
-        patch = make_patch([{"layer": 1}], hidden=8)
-        return wire.encode(resolve({"p": 1}, {"p": ActivePatch(patch)}))
+def forged_set(layer, width):
+    """A set for another model."""
+    patch = make_patch([{"layer": layer}], hidden=width, layers=layer + 1)
+    return wire.encode(resolve({"p": 1}, {"p": ActivePatch(patch)}))
 
 
 def test_a_failure_in_the_worker_does_not_end_the_engine(backend, chats):
