@@ -99,9 +99,7 @@ def decode(data: bytes) -> ResolvedSet:
             raise RequestError("BP410", f"the set is of version {found.version}; {VERSION} is read")
         if any(len(patch.interventions) > MAX_INTERVENTIONS for patch in found.patches):
             raise RequestError("BP410", f"a patch of the set has more than {MAX_INTERVENTIONS} edits")
-        vectors = [_vector(raw) for raw in found.vectors]
-        if len({len(vector) for vector, _ in vectors}) > 1:
-            raise RequestError("BP410", "the set's vectors are of different lengths")
+        vectors = _vectors(found.vectors)
         return ResolvedSet(
             ResolvedPatch(
                 name=str(number),
@@ -136,10 +134,18 @@ def _bounded(what: str, number: float, limit: float) -> float:
     return number
 
 
-def _vector(raw: bytes) -> tuple[NDArray[np.float32], bytes]:
+def _vectors(given: list[bytes]) -> list[tuple[NDArray[np.float32], bytes]]:
+    """The vectors with the digests of their contents; looked at all together, since a set can have many."""
     import numpy as np
 
-    vector = np.frombuffer(raw, dtype="<f4")
-    if not 0 < len(vector) <= MAX_HIDDEN_SIZE or not np.isfinite(vector).all():
-        raise RequestError("BP410", "the set has a vector that is empty, too long or not finite")
-    return vector, hashlib.sha256(raw).digest()
+    if not given:
+        return []
+    width = len(given[0])
+    if any(len(raw) != width for raw in given):
+        raise RequestError("BP410", "the set's vectors are of different lengths")
+    if not 0 < width <= 4 * MAX_HIDDEN_SIZE or width % 4:
+        raise RequestError("BP410", f"the set's vectors have {width} bytes")
+    table = np.frombuffer(b"".join(given), dtype="<f4").reshape(len(given), -1)
+    if not np.isfinite(table).all():
+        raise RequestError("BP410", "the set has a vector that is not finite")
+    return [(row, hashlib.sha256(raw).digest()) for row, raw in zip(table, given, strict=True)]
