@@ -1,4 +1,4 @@
-"""Ray for real, on this machine: a pipeline over two engines, and vLLM's workers under Ray."""
+"""Ray for real, on this machine: a pipeline over two engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 
 from brainpatch.backends.vllm_backend import VLLMBackend
+from brainpatch.errors import EngineError
 from brainpatch.patch.file import save_patch
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.material import ARGUMENTS, MODEL_ID, steering
@@ -78,14 +79,7 @@ def test_a_dataset_with_a_column_of_patches_over_two_engines(wanted, ray, chats,
     assert len({answer["digest"] for answer in answers}) == len(WISHES) + 1
 
 
-def test_workers_under_ray(wanted, ray, chats, model_folder):
-    """vLLM's Ray executor makes the worker class by its name, like the others."""
-    with VLLMBackend() as backend:
+def test_workers_under_ray_are_not_for_a_cpu(ray, free_slot, model_folder):
+    """vLLM's CPU build has no Ray executor; elsewhere it makes the worker class by its name, like the others."""
+    with VLLMBackend() as backend, pytest.raises(EngineError, match="BP507"):
         backend.load_model(model_folder, model_id=MODEL_ID, **ARGUMENTS, distributed_executor_backend="ray")
-        for name in ("a", "b"):
-            backend.install_patch(steering(name), enabled=False)
-        answers = backend.generate_detailed([chats[0]] * len(WISHES), CONFIG, patches=WISHES)
-        for answer, wish in zip(answers, WISHES, strict=True):
-            assert answer.token_ids == wanted[0, json.dumps(wish)]
-        (state,) = backend.worker_state()
-        assert (state["live_vectors"], state["blocks_missed"]) == (0, 0)
