@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from brainpatch.backends.vllm_drivers import AsyncDriver, LLMDriver, _as_error
-from brainpatch.errors import EngineError, EngineStateError, RequestError
+from brainpatch.errors import CapabilityError, EngineError, EngineStateError, RequestError
 
 
 class FakeEngine:
@@ -157,6 +157,7 @@ class FakeAsyncLLM:
 
     def __init__(self):
         self.engine_core = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
 
     async def generate(self, prompt, parameters, request):
         while True:
@@ -180,6 +181,15 @@ def test_an_async_engine_that_is_closed_tells_those_who_wait():
         assert isinstance(error, EngineStateError)
         assert error.code == "BP407"
         assert heard.empty()
+
+
+def test_replicas_that_cannot_all_be_asked_are_refused():
+    engine = FakeAsyncLLM()
+    engine.vllm_config.parallel_config.data_parallel_size = 2
+    with pytest.raises(CapabilityError, match=r"BP502.*2 replicas"):
+        AsyncDriver(engine)
+    engine.engine_core.call_utility_all_async = print  # any callable
+    AsyncDriver(engine)
 
 
 def test_the_end_of_the_loop_is_told_too_and_an_abort_is_not():

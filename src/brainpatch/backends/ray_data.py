@@ -3,7 +3,7 @@
     import ray
     from brainpatch.backends.ray_data import generate
 
-    rows = ray.data.read_json("prompts.jsonl")  # columns prompt, patches
+    rows = ray.data.read_json("prompts.jsonl", lines=True)  # columns prompt, patches
     generate(rows, "HuggingFaceTB/SmolLM2-135M-Instruct", ["formal.brainpatch"], replicas=4).write_parquet("out")
 
 Ray is imported by whoever made the dataset, not here. Patch files are read once, where the pipeline is built, and

@@ -163,9 +163,6 @@ class VLLMBackend(BrainPatchBackend):
                 f"this engine was started with worker_cls={parallel.worker_cls!r} and no extension of ours",
                 f"Start it with worker_cls={WORKER!r}.",
             )
-        replicas = parallel.data_parallel_size
-        if not synchronous and replicas > 1 and not hasattr(llm.engine_core, "call_utility_all_async"):
-            raise CapabilityError("BP502", f"{replicas} replicas: this engine can ask only one of them")
         self._tokenizer = processor.get_tokenizer()
         self._context = int(model.max_model_len)
         self._max_logprobs = int(model.max_logprobs)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from brainpatch.errors import BrainPatchError, EngineError, EngineStateError, RequestError
+from brainpatch.errors import BrainPatchError, CapabilityError, EngineError, EngineStateError, RequestError
 
 Sink = Callable[[Any], None]
 _T = TypeVar("_T")
@@ -69,12 +69,12 @@ class LLMDriver:
         def add() -> None:
             self._sinks[request] = sink
             if self._failed is not None:
-                self._tell(request, _as_error(self._failed), last=True)
+                self._tell(request, self._failed)
                 return
             try:
                 self._llm.llm_engine.add_request(request, prompt, parameters)
             except Exception as error:
-                self._tell(request, _as_error(error), last=True)
+                self._tell(request, error)
 
         self._put(add)
         return request
@@ -166,11 +166,15 @@ class LLMDriver:
             self._tell_all(error)
             return
         for output in outputs:
-            self._tell(output.request_id, output, last=output.finished)
+            self._tell(output.request_id, output)
 
-    def _tell(self, request: str, output: Any, *, last: bool) -> None:
-        """Hand an output to its request's sink. One that cannot take it, as after its event loop is closed, is
-        dropped: the thread belongs to the others, too."""
+    def _tell(self, request: str, output: Any) -> None:
+        """Hand an output or an error to its request's sink. One that cannot take it, as after its event loop is
+        closed, is dropped: the thread belongs to the others, too."""
+        if isinstance(output, BaseException):
+            output, last = _as_error(output), True
+        else:
+            last = output.finished
         sink = self._sinks.pop(request, None) if last else self._sinks.get(request)
         if sink is None:
             return
@@ -183,14 +187,20 @@ class LLMDriver:
 
     def _tell_all(self, error: BaseException) -> None:
         for request in list(self._sinks):
-            self._tell(request, _as_error(error), last=True)
+            self._tell(request, error)
 
 
 class AsyncDriver:
     """Hands requests to a `vllm.AsyncLLM` on the event loop that it lives in."""
 
     def __init__(self, llm: Any) -> None:
+        """Errors: CapabilityError (BP502) for replicas that cannot all be asked."""
         self._llm = llm
+        # `collective_rpc` returns the first data-parallel replica's results only.
+        self._ask_all = getattr(llm.engine_core, "call_utility_all_async", None)
+        replicas = llm.vllm_config.parallel_config.data_parallel_size
+        if replicas > 1 and self._ask_all is None:
+            raise CapabilityError("BP502", f"{replicas} replicas: this engine can ask only one of them")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[str, Future[None]] = {}
         self._sinks: dict[str, Sink] = {}
@@ -247,12 +257,11 @@ class AsyncDriver:
         return _judged(lambda: results, method)
 
     async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-        """One result a rank of every data-parallel replica; `collective_rpc` itself returns the first one's."""
-        ask_all = getattr(self._llm.engine_core, "call_utility_all_async", None)
-        if ask_all is None:
+        """One result a rank of every data-parallel replica."""
+        if self._ask_all is None:
             found: list[dict[str, Any]] = await self._llm.collective_rpc(method, args=arguments)
             return found
-        replicas = await ask_all("collective_rpc", method, None, arguments, {})
+        replicas = await self._ask_all("collective_rpc", method, None, arguments, {})
         return [result for ranks in replicas for result in ranks]
 
     def check_thread(self) -> None:

@@ -139,26 +139,23 @@ def _numbered(blocks: Any) -> Iterator[tuple[int, int, int]]:
 
 def check_layout(runner: Any) -> None:
     """CapabilityError (BP502) for a KV cache whose blocks could not be found again, to set them to zero."""
-    total = runner.kv_cache_config.num_blocks
     for tensor in tensors_in(runner.kv_caches):
-        if _block_axis(tensor, total) is None:
-            raise CapabilityError(
-                "BP502", f"a KV cache of shape {tuple(tensor.shape)} for {total} blocks is not understood"
-            )
+        _block_axis(tensor, runner.kv_cache_config.num_blocks)
 
 
-def _block_axis(tensor: Tensor, total: int) -> int | None:
+def _block_axis(tensor: Tensor, total: int) -> int:
     """The axis along which a cache's blocks lie; several kernel blocks may make one of the scheduler's."""
     for axis in (0, 1):
         if tensor.dim() > axis and tensor.shape[axis] and tensor.shape[axis] % total == 0:
             return axis
-    return None
+    raise CapabilityError(
+        "BP502", f"a KV cache of shape {tuple(tensor.shape)} for {total} blocks is not understood"
+    )
 
 
 def _zero(runner: Any, block: int) -> None:
     total = runner.kv_cache_config.num_blocks
     for tensor in tensors_in(runner.kv_caches):
         axis = _block_axis(tensor, total)
-        if axis is not None:
-            parts = tensor.shape[axis] // total
-            tensor.narrow(axis, block * parts, parts).zero_()
+        parts = tensor.shape[axis] // total
+        tensor.narrow(axis, block * parts, parts).zero_()

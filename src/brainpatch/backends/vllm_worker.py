@@ -130,9 +130,7 @@ class BrainPatchWorker(_platform_worker()):  # type: ignore[misc]
             self._bp_health.look(hidden, *self._bp_batch)
 
     def _bp_admit(self, new: Any) -> None:
-        found = carried(
-            new.sampling_params
-        )  # raises nothing: it was checked where the engine got the request
+        found = carried(new.sampling_params)  # raises nothing: checked where the engine got it
         if found is None:
             return
         self._bp_admitted += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,23 @@ def steering(
         base_model=BaseModelSpec(MODEL_ID, "LlamaForCausalLM", 576, 30),
         **fields,
     )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities, float64, of logits [vocabulary]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def assert_close(one: Mapping[int, float], other: Mapping[int, float], atol: float) -> int:
+    """Log-probabilities agree on the tokens that both list; returns how many those are."""
+    shared = sorted(set(one) & set(other))
+    np.testing.assert_allclose([one[t] for t in shared], [other[t] for t in shared], atol=atol)
+    return len(shared)
 
 
 def edits_of(patch: LoadedPatch) -> dict[int, list[float]]:

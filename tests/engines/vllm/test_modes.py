@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from brainpatch.errors import CapabilityError, EngineError, RequestError
 from brainpatch.patch.manifest import BaseModelSpec
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.conftest import alone
-from tests.engines.vllm.material import ARGUMENTS, MODEL_ID, edits_of, steering
+from tests.engines.vllm.material import ARGUMENTS, MODEL_ID, assert_close, edits_of, log_softmax, steering
 from tests.engines.vllm.test_families import HIDDEN, LAYERS, PROMPT, tiny_model
 from tests.factories import make_patch
 
@@ -71,8 +73,7 @@ def agree(answers, wanted) -> None:
     for number, (ours, theirs) in enumerate(zip(answers, wanted, strict=True)):
         assert ours.token_ids == theirs.token_ids, number
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-            shared = sorted(set(one) & set(other))
-            np.testing.assert_allclose([one[t] for t in shared], [other[t] for t in shared], atol=2e-3)
+            assert_close(one, other, atol=2e-3)
 
 
 def at_rest(states) -> None:
@@ -142,6 +143,18 @@ def own_engine(folder: Path, **arguments: Any) -> dict[str, Any]:
     return {"model": str(folder), **ARGUMENTS, **arguments}
 
 
+@contextmanager
+def own_llm(folder: Path, **arguments: Any) -> Iterator[Any]:
+    """An `LLM` that somebody built; it ends here."""
+    from vllm import LLM
+
+    llm = LLM(**own_engine(folder, **arguments))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_async_engine_of_the_callers(wanted, chats, model_folder, monkeypatch, tokenizer, replicas):
     from vllm import AsyncEngineArgs, SamplingParams
@@ -189,14 +202,11 @@ def test_an_async_engine_of_the_callers(wanted, chats, model_folder, monkeypatch
 
 def test_an_engine_of_the_callers(wanted, chats, model_folder):
     """With the worker class, by `generate` of its own; the worker extension that it was given is kept."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        **own_engine(
-            model_folder, worker_cls=WORKER, worker_extension_cls="tests.engines.vllm.test_modes.Extension"
-        )
-    )
-    try:
+    with own_llm(
+        model_folder, worker_cls=WORKER, worker_extension_cls="tests.engines.vllm.test_modes.Extension"
+    ) as llm:
         backend = VLLMBackend.from_llm(llm, model_id=MODEL_ID)
         install(backend)
         base = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -207,8 +217,6 @@ def test_an_engine_of_the_callers(wanted, chats, model_folder):
         at_rest(backend.worker_state())
         backend.unload()
         assert llm.collective_rpc("extension_says") == ["hello"]
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 class Extension:
@@ -219,10 +227,7 @@ class Extension:
 
 
 def test_an_engine_with_the_extension_alone(wanted, chats, model_folder):
-    from vllm import LLM
-
-    llm = LLM(**own_engine(model_folder, worker_extension_cls=EXTENSION))
-    try:
+    with own_llm(model_folder, worker_extension_cls=EXTENSION) as llm:
         backend = VLLMBackend.from_llm(llm, model_id=MODEL_ID)
         for patch in PATCHES[:2]:
             backend.install_patch(patch, enabled=False)
@@ -233,19 +238,11 @@ def test_an_engine_with_the_extension_alone(wanted, chats, model_folder):
             backend.generate_detailed([chats[0]], CONFIG, patches=WISHES[3])  # a schedule
         with pytest.raises(CapabilityError, match="BP502"):
             backend.sampling_params({"a": 1})
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def test_an_engine_that_is_not_ours_is_refused(free_slot, model_folder):
-    from vllm import LLM
-
-    llm = LLM(**own_engine(model_folder))
-    try:
-        with pytest.raises(CapabilityError, match=r"BP502.*worker_cls"):
-            VLLMBackend.from_llm(llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    with own_llm(model_folder) as llm, pytest.raises(CapabilityError, match=r"BP502.*worker_cls"):
+        VLLMBackend.from_llm(llm)
 
 
 def adapter(folder: Path, rank: int = 8) -> dict[str, np.ndarray]:
@@ -284,7 +281,7 @@ def test_patches_beside_adapters(free_slot, chats, model_folder, tmp_path):
     """A LoRA adapter and a patch in one request, beside each alone, against merged weights in Transformers."""
     import torch
     from transformers import AutoModelForCausalLM
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     added = adapter(tmp_path / "adapter")
@@ -302,8 +299,7 @@ def test_patches_beside_adapters(free_slot, chats, model_folder, tmp_path):
     lora = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     # One more place than adapters: on a CPU, vLLM (0.32) gives rows without an adapter what is in the last place.
     arguments = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    llm = LLM(**own_engine(model_folder, worker_cls=WORKER, **arguments))
-    try:
+    with own_llm(model_folder, worker_cls=WORKER, **arguments) as llm:
         backend = VLLMBackend.from_llm(llm, model_id=MODEL_ID)
         install(backend)
         base = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
@@ -314,11 +310,8 @@ def test_patches_beside_adapters(free_slot, chats, model_folder, tmp_path):
             lora_request=[lora, lora, None, None],
             use_tqdm=False,
         )
-    finally:
-        llm.llm_engine.engine_core.shutdown()
     for output, kind, run in zip(outputs, ("merged", "merged", "base", "base"), (0, 1, 0, 1), strict=True):
-        theirs = references[kind][f"logits_{run}"].astype(np.float64)
-        theirs = theirs - theirs.max() - np.log(np.exp(theirs - theirs.max()).sum())
+        theirs = log_softmax(references[kind][f"logits_{run}"])
         (entry,) = output.outputs[0].logprobs
         ours = np.array([entry[token].logprob for token in range(len(theirs))])
         np.testing.assert_allclose(ours, theirs, atol=5e-3, err_msg=f"{kind} {run}")

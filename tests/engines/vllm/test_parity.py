@@ -7,7 +7,7 @@ import pytest
 
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.conftest import alone
-from tests.engines.vllm.material import EDITED, edits_of, steering
+from tests.engines.vllm.material import EDITED, cosine, edits_of, log_softmax, steering
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
@@ -19,10 +19,9 @@ def test_the_logits_are_those_of_transformers(backend, chats, reference, name):
     backend.install_patch(steering(name, EDITED[name]))
     config = GenerationConfig(max_new_tokens=1, extra={"logprobs": -1})
     for number, answer in enumerate(backend.generate_detailed(chats[:2], config)):
-        theirs = reference[name, number]["logits"].astype(np.float64)
-        theirs -= np.log(np.exp(theirs - theirs.max()).sum()) + theirs.max()
+        theirs = log_softmax(reference[name, number]["logits"])
         ours = np.array([answer.logprobs[0][token] for token in range(len(theirs))])
-        assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) >= 0.99999
+        assert cosine(ours, theirs) >= 0.99999
         best = np.argsort(theirs)[::-1][:5]
         np.testing.assert_allclose(ours[best], theirs[best], atol=1e-3)
 
@@ -129,13 +128,12 @@ def test_schedules_and_sites_give_the_logits_of_transformers(backend, model_fold
     arrays = np.load(alone("plain_transformers.py", question, tmp_path / "forced.npz"))
     worst = 1.0
     for number, (name, answer) in enumerate(zip(CASES, answers, strict=True)):
-        theirs = arrays[f"forced_{number}"].astype(np.float64)
+        theirs = arrays[f"forced_{number}"]
         for step, entry in enumerate(answer.logprobs):
             ours = np.array([entry[token] for token in range(theirs.shape[1])])
-            row = theirs[step] - np.log(np.exp(theirs[step] - theirs[step].max()).sum()) - theirs[step].max()
-            cosine = float(ours @ row / np.linalg.norm(ours) / np.linalg.norm(row))
-            worst = min(worst, cosine)
-            assert cosine >= 0.99999, (name, step, cosine)
+            row = log_softmax(theirs[step])
+            worst = min(worst, cosine(ours, row))
+            assert worst >= 0.99999, (name, step, worst)
             np.testing.assert_allclose(ours, row, atol=5e-3, err_msg=f"{name}, step {step}")
         assert answer.logprobs[-1] != plain[number].logprobs[-1], name
     print(f"the least cosine over {len(CASES)} cases and {STEPS} steps: {worst:.9f}")

@@ -248,10 +248,15 @@ def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_wit
     assert (state["live_vectors"], state["live_requests"], state["blocks_missed"]) == (0, 0, 0)
 
 
+def outputs_of(backend, prompts, parameters):
+    """The engine as somebody uses it who calls vLLM by himself. `prompts`: (token ids, other keys)."""
+    given = [{"prompt_token_ids": ids, **more} for ids, more in prompts]
+    return backend._driver.call(lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False))
+
+
 def raw(backend, prompts, parameters):
-    """The engine as somebody uses it who calls vLLM by himself."""
-    given = [{"prompt_token_ids": prompt[0], **prompt[1]} for prompt in prompts]
-    outputs = backend._driver.call(lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False))
+    """The first token's log-probability and the tokens that came from the cache, for each prompt."""
+    outputs = outputs_of(backend, prompts, parameters)
     answers = [output.outputs[0] for output in outputs]
     first = [one.logprobs[0][one.token_ids[0]].logprob for one in answers]
     return [(first[i], output.num_cached_tokens) for i, output in enumerate(outputs)]
@@ -281,8 +286,7 @@ def test_the_parameters_alone_are_safe(backend, long_prompt):
     assert salted[0][1] >= 256  # the salt that follows anyway
     several = steered.clone()
     several.n, several.temperature, several.seed = 2, 0.01, 5  # so cold that it is nearly greedy
-    given = [{"prompt_token_ids": long_prompt}]
-    (output,) = backend._driver.call(lambda: backend._engine.llm.generate(given, several, use_tqdm=False))
+    (output,) = outputs_of(backend, [(long_prompt, {})], several)
     assert [list(one.token_ids)[:3] for one in output.outputs] == [answers[0].token_ids[:3]] * 2
 
 
@@ -314,10 +318,7 @@ def test_the_prompts_own_logprobs_are_those_of_the_patched_model(backend, long_p
     def of_prompt(wish):
         base = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         parameters = backend.sampling_params(wish, base)
-        given = [{"prompt_token_ids": prompt}]
-        (output,) = backend._driver.call(
-            lambda: backend._engine.llm.generate(given, parameters, use_tqdm=False)
-        )
+        (output,) = outputs_of(backend, [(prompt, {})], parameters)
         return [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, len(prompt))]
 
     def as_next(i, wish):
