@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install model demo test test-quick test-all lint docs generated benchmark mutation clean
+.PHONY: help install model demo test test-quick test-all test-v2 lint docs generated benchmark mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,15 @@ test: lint docs model ## everything but the slow tests, with real engines
 test-all: lint docs model ## the slow tests too
 	$(PYTEST) -m 'not vllm' --cov --cov-report=term:skip-covered --cov-fail-under=95
 	$(PYTEST) -m 'vllm'
+	$(MAKE) test-v2
+
+# vLLM's second model runner is written for GPUs: its kernels run in Triton's interpreter, slowly.
+RIG := PYTHONPATH=tests/engines/vllm/triton_cpu TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
+	VLLM_WORKER_MULTIPROC_METHOD=spawn
+
+test-v2: model ## the laws, requests, cache and isolation in vLLM's second model runner
+	$(RIG) $(PYTEST) tests/engines/vllm/test_laws.py tests/engines/vllm/test_cache.py tests/engines/vllm/test_requests.py -m 'not slow'
+	$(RIG) $(PYTEST) tests/engines/vllm/test_isolation.py
 
 benchmark: model ## how fast the command line starts, side by side with a bare typer program
 	$(BIN)/python benchmarks/cli_startup.py

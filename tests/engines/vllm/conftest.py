@@ -30,15 +30,6 @@ def _small_cache() -> Iterator[None]:
         yield
 
 
-def interpreted_triton(patch: pytest.MonkeyPatch) -> None:
-    """Have engines that start from now on run vLLM's second model runner, its kernels interpreted."""
-    path = os.pathsep.join(filter(None, [str(HERE / "triton_cpu"), os.environ.get("PYTHONPATH")]))
-    patch.setenv("PYTHONPATH", path)
-    patch.setenv("TRITON_INTERPRET", "1")
-    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-
-
 def alone(script: str, question: dict[str, Any], answer: Path) -> Path:
     """Run one of the reference scripts in a process of its own."""
     asked = answer.with_suffix(".question.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from brainpatch.patch.manifest import BaseModelSpec
 from tests.factories import make_patch
 
 HERE = Path(__file__).parent
+RUNNER = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+"""vLLM's model runner that the engines of this run must have; `make test-v2` asks for the second."""
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,

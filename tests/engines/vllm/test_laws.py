@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brainpatch.runtime import GenerationConfig
-from tests.engines.vllm.material import EDITED, assert_close, edits_of, steering
+from tests.engines.vllm.material import EDITED, RUNNER, assert_close, edits_of, steering
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
@@ -131,7 +131,7 @@ def test_the_workers_say_what_they_did(backend, chats):
     assert (state["live_requests"], state["live_sets"], state["live_vectors"]) == (0, 0, 0)
     assert state["blocks_missed"] == 0
     assert (state["path"], state["num_layers"], state["hidden_size"]) == ("model.layers", 30, 576)
-    assert (state["dtype"], state["runner"], state["compiled"]) == ("float32", "V1", False)
+    assert (state["dtype"], state["runner"], state["compiled"]) == ("float32", RUNNER, False)
     assert set(state["forms"].values()) == {"SUM"}
 
 
