@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.server.contract")
+
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:

@@ -293,6 +293,62 @@ ERRORS: dict[str, ErrorKind] = {
         "The parts given to the compiler do not make a patch.",
         "See the reason.",
     ),
+    # 7xx: the server
+    "BP701": ErrorKind(
+        "key refused",
+        "The server asks for an API key, and the request has none or another one; routes that change patches need the admin key.",
+        "Send the header Authorization: Bearer KEY.",
+    ),
+    "BP702": ErrorKind(
+        "unknown model",
+        "The model's name is none that is served, with or without patches behind a +.",
+        "GET /v1/models lists the names.",
+    ),
+    "BP703": ErrorKind(
+        "body too large",
+        "The request's body is larger than the server takes.",
+        "Send less; a patch is at most as large as the file format allows.",
+    ),
+    "BP704": ErrorKind(
+        "body not understood",
+        "The body is not a JSON object in UTF-8, or an upload is not one file.",
+        "Correct the body; the header Content-Type of a JSON body is application/json.",
+    ),
+    "BP705": ErrorKind(
+        "server is full",
+        "As many requests as the server takes are in work or waiting.",
+        "Try again after the seconds in Retry-After.",
+    ),
+    "BP706": ErrorKind(
+        "server is stopping",
+        "The server finishes what it works on and takes nothing new.",
+        "Try another server, or this one again later.",
+    ),
+    "BP707": ErrorKind(
+        "route takes no patches",
+        "The request names patches, and what it asks for is not made by the model's forward pass with them.",
+        "Leave the patches out, or use a route that generates text.",
+    ),
+    "BP708": ErrorKind(
+        "body came too slowly",
+        "The body of the request was not there in time.",
+        "Send it in one go.",
+    ),
+    "BP709": ErrorKind(
+        "no such route",
+        "The server has no such route; those that change patches exist only with an admin key.",
+        "See docs/serving.",
+    ),
+    "BP710": ErrorKind(
+        "patch is there already",
+        "A patch of this name is on the model.",
+        "Upload it with overwrite=true, or change it with PATCH.",
+    ),
+    "BP711": ErrorKind(
+        "patches did not reach the engine",
+        "The server asked for patches, and the engine answered without having seen them; the answer was thrown away.",
+        "Report the versions of vLLM and brainpatch.",
+    ),
 }
 
 
@@ -372,6 +428,10 @@ class EngineError(BrainPatchError, RuntimeError):
     """
 
     answers: Sequence[Any] = ()
+
+
+class ServerError(BrainPatchError, RuntimeError):
+    """A server does not take a request, before any engine sees it."""
 
 
 class LearnError(BrainPatchError, ValueError):

@@ -16,8 +16,8 @@ import pytest
 
 from brainpatch import __version__, load_patch, save_patch
 from brainpatch.cli import learning
-from brainpatch.cli.options import split_strength
 from brainpatch.patch.compatibility import ModelDescriptor
+from brainpatch.patch.names import split_strength
 from brainpatch.runtime import discovery
 from brainpatch.runtime.requests import TraceRow
 from tests.cli.conftest import outside

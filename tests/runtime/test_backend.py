@@ -183,6 +183,23 @@ def test_a_request_is_the_snapshot_of_its_moment(backend):
     assert first.digest != second.digest
 
 
+def test_what_is_known_of_a_set_serves_later_requests_until_something_changes(backend):
+    backend.install_patch(patch())
+    first = backend.resolve_patches({"formal": 0.5})
+    assert backend.resolve_patches({"formal": 0.5}) is first
+    assert backend.resolve_patches({"formal": 0.25}).digest != first.digest
+    assert backend.resolve_patches({"formal": {"strength": 0.5, "schedule": {0: 1, 2: 0}}}) is not first
+    backend.set_strength("formal", 0.5)
+    assert backend.resolve_patches() is first
+    changed = make_patch([{"layer": 1, "coefficient": 3.0}], name="formal")
+    backend.install_patch(changed, strength=0.5)  # another patch of the same name
+    assert backend.resolve_patches().digest != first.digest
+    for x in range(300):  # more than are remembered
+        assert backend.resolve_patches({"formal": x / 300}).patches[0].strength == x / 300
+    backend.unload()
+    assert not backend._known
+
+
 def test_a_batch_takes_one_mapping_or_one_for_each(backend):
     backend.install_patch(patch(), strength=1)
     backend.generate_batch(["a", "b"], patches={"formal": 3})

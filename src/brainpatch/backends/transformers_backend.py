@@ -6,13 +6,11 @@ belongs to that call and its thread. So calls from several threads may run at on
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -20,26 +18,19 @@ from brainpatch.backends.prompts import prompt_ids
 from brainpatch.backends.transformers_edits import Edits, Row
 from brainpatch.backends.transformers_loading import Loaded, load, refuse_compiled
 from brainpatch.backends.transformers_sampling import Answer, Sampler
-from brainpatch.errors import EngineError, RequestError
+from brainpatch.errors import BrainPatchError, EngineError, RequestError
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.backend import BrainPatchBackend, Patches
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
-from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
+from brainpatch.runtime.requests import Generation, Listener, Prompt, Request, TraceRow
 
 _EXTRA = {"use_cache": (True, False), "cache_implementation": ("dynamic", "static")}
 """What `GenerationConfig.extra` may say here, and with which values."""
 
 
-@dataclass
-class _Failure:
-    """What went wrong in a streaming thread, on its way to the consumer."""
-
-    error: BaseException
-
-
 class TransformersBackend(BrainPatchBackend):
-    """Transformers. `max_batch_size` bounds how many rows one forward pass has.
+    """Transformers.
 
     `last_trace` lists (generated-token index, norm of the edit) for each forward pass of the last call's
     first row, at its lowest edited block; a prompt's pass has index 0.
@@ -208,11 +199,28 @@ class TransformersBackend(BrainPatchBackend):
                 raise RequestError("BP404", f"extra[{key!r}] is one of {_EXTRA[key]}, not {value!r}")
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        answers: dict[int, Generation] = {}
+        results = self.run_batch(requests, None)
+        failed = next((one for one in results if isinstance(one, EngineError)), None)
+        if failed is not None:
+            failed.answers = [None if isinstance(one, BrainPatchError) else one for one in results]
+            raise failed
+        return [one for one in results if isinstance(one, Generation)]
+
+    def run_batch(
+        self, requests: Sequence[Request], listeners: Sequence[Listener] | None
+    ) -> list[Generation | BrainPatchError]:
+        """See the base class. Nobody listens where `listeners` is None."""
+        results: dict[int, Generation | BrainPatchError] = {}
         for batch in self._batches(requests):
-            for number, answer in zip(batch, self._batch([requests[i] for i in batch]), strict=True):
-                answers[number] = answer
-        return [answers[number] for number in range(len(requests))]
+            heard = None if listeners is None else [listeners[i] for i in batch]
+            answers = self._batch([requests[i] for i in batch], heard)
+            for number, answer in zip(batch, answers, strict=True):
+                results[number] = answer.error or _generation(answer)
+        return [results[number] for number in range(len(requests))]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """What each token reads by itself."""
+        return [str(self.tokenizer.decode([token])) for token in ids]
 
     def _context_length(self) -> int | None:
         return self._ready().context
@@ -238,11 +246,11 @@ class TransformersBackend(BrainPatchBackend):
     def _batch(
         self,
         requests: Sequence[Request],
+        listeners: Sequence[Listener] | None = None,
         *,
-        emit: Callable[[str], None] | None = None,
         measured: bool = False,
-        started: Callable[[Sampler, Edits], None] = lambda sampler, edits: None,
-    ) -> list[Generation]:
+        started: Callable[[Edits], None] = lambda edits: None,
+    ) -> list[Answer]:
         """Generate one batch, padded on the left."""
         import torch
         import transformers
@@ -260,9 +268,13 @@ class TransformersBackend(BrainPatchBackend):
             mask[number, width - length :] = 1
             rows.append(Row(request.patches, length, width - length))
         edits = Edits(loaded.blocks, rows, width)
-        answers = [Answer(request, loaded.tokenizer, loaded.end_ids, emit) for request in requests]
+        heard: Sequence[Listener | None] = listeners or [None] * len(requests)
+        answers = [
+            Answer(request, loaded.tokenizer, loaded.end_ids, listener)
+            for request, listener in zip(requests, heard, strict=True)
+        ]
         sampler = Sampler(answers, edits)
-        started(sampler, edits)
+        started(edits)
         settings = transformers.GenerationConfig(
             max_new_tokens=max(request.config.max_new_tokens for request in requests),
             do_sample=False,
@@ -283,44 +295,48 @@ class TransformersBackend(BrainPatchBackend):
                 stopping_criteria=transformers.StoppingCriteriaList([sampler.stop]),
             )
         self.last_trace = edits.first_row
-        return [_generation(answer) for answer in answers]
+        return answers
 
     def _run_trace(self, request: Request) -> list[TraceRow]:
         kept: list[Edits] = []
-        self._batch([request], measured=True, started=lambda sampler, edits: kept.append(edits))
+        (answer,) = self._batch([request], measured=True, started=kept.append)
+        if answer.error is not None:
+            raise answer.error
         return [kept[0].trace[key] for key in sorted(kept[0].trace)]
 
     def _run_stream(self, request: Request) -> Iterator[str]:
         """The answer's pieces, generated in a thread that ends when this iterator is closed."""
-        pieces: queue.SimpleQueue[str | _Failure | None] = queue.SimpleQueue()
-        samplers: list[Sampler] = []
-        closed = threading.Event()
-
-        def started(sampler: Sampler, edits: Edits) -> None:
-            samplers.append(sampler)
-            if closed.is_set():  # before the sampler was there to be told
-                sampler.cancelled = True
+        listener = _Pieces()
 
         def work() -> None:
             try:
-                self._batch([request], emit=pieces.put, started=started)
+                (result,) = self.run_batch([request], [listener])
+                listener.heard.put(result if isinstance(result, BrainPatchError) else None)
             except BaseException as error:  # everything goes to the consumer, who is in another thread
-                pieces.put(_Failure(error))
-            else:
-                pieces.put(None)
+                listener.heard.put(error)
 
         thread = threading.Thread(target=work, name="brainpatch-stream", daemon=True)
         thread.start()
         try:
-            while (piece := pieces.get()) is not None:
-                if isinstance(piece, _Failure):
-                    raise piece.error
+            while (piece := listener.heard.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
                 yield piece
         finally:
-            closed.set()
-            with contextlib.suppress(IndexError):
-                samplers[0].cancelled = True
+            listener.cancelled = True
             thread.join()
+
+
+class _Pieces:
+    """A listener of another thread."""
+
+    def __init__(self) -> None:
+        self.heard: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self.cancelled = False
+
+    def piece(self, text: str) -> None:
+        """More of the answer."""
+        self.heard.put(text)
 
 
 def _generation(answer: Answer) -> Generation:

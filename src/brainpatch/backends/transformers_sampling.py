@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from brainpatch.errors import EngineError
-from brainpatch.runtime.requests import Request
+from brainpatch.runtime.requests import Listener, Request
 
 if TYPE_CHECKING:
     from brainpatch.backends.transformers_edits import Edits
@@ -30,7 +30,7 @@ class Answer:
         request: Request,
         tokenizer: Any,
         end_ids: frozenset[int],
-        emit: Callable[[str], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
         import torch
 
@@ -39,10 +39,12 @@ class Answer:
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason = ""
+        self.error: EngineError | None = None
+        """Why there is no answer."""
         self.counts: Counter[int] = Counter()
         self._tokenizer = tokenizer
         self._end_ids = frozenset() if request.config.ignore_eos else end_ids
-        self._emit = emit
+        self._listener = listener
         self._emitted = 0
         self._decoded_from = 0
         self._decoded_to = 0
@@ -72,6 +74,16 @@ class Answer:
             self._finish("length")
         else:
             self._send(len(self.text) - self._held_back())
+
+    def hear(self) -> None:
+        """End the answer when nobody waits for it any more."""
+        if self._listener is not None and self._listener.cancelled and not self.done:
+            self.finish_reason = "cancelled"
+
+    def fail(self, error: EngineError) -> None:
+        """End the answer without one."""
+        self.error = error
+        self.finish_reason = "error"
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
@@ -112,17 +124,16 @@ class Answer:
         return max((len(stop) - 1 for stop in self.request.config.stop), default=0)
 
     def _send(self, end: int) -> None:
-        if self._emit is not None and end > self._emitted:
-            self._emit(self.text[self._emitted : end])
+        if self._listener is not None and end > self._emitted:
+            self._listener.piece(self.text[self._emitted : end])
             self._emitted = end
 
 
 class Sampler:
-    """Logits processor and stopping criterion of one batch. `cancelled` ends all rows at the next step."""
+    """Logits processor and stopping criterion of one batch."""
 
     def __init__(self, answers: Sequence[Answer], edits: Edits) -> None:
         self.answers = answers
-        self.cancelled = False
         self._edits = edits
 
     def choose(self, input_ids: Any, scores: Any) -> Any:
@@ -131,11 +142,14 @@ class Sampler:
 
         forced = torch.full_like(scores, -math.inf)
         for number, answer in enumerate(self.answers):
-            if answer.done:
-                forced[number, 0] = 0.0
-                continue
-            token = self._token(answer, scores[number].float())
-            answer.add(token)
+            answer.hear()
+            token = 0
+            if not answer.done:
+                try:
+                    token = self._token(answer, scores[number].float())
+                    answer.add(token)
+                except EngineError as error:  # the row's own
+                    answer.fail(error)
             forced[number, token] = 0.0
         self._edits.columns += 1
         return forced
@@ -144,8 +158,7 @@ class Sampler:
         """Which rows are finished: bool [rows]."""
         import torch
 
-        states = [self.cancelled or answer.done for answer in self.answers]
-        return torch.tensor(states, device=input_ids.device)
+        return torch.tensor([answer.done for answer in self.answers], device=input_ids.device)
 
     def _token(self, answer: Answer, logits: Any) -> int:
         import torch

@@ -12,6 +12,7 @@ its driver's thread (`vllm_drivers`). Calls may come from any number of threads 
 from __future__ import annotations
 
 import asyncio
+import copy
 import queue
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -25,6 +26,7 @@ from brainpatch.backends.vllm_engine import (
     availability,
     cache_arguments,
     check_arguments,
+    descriptor,
     model_config,
     runs_on_cpu,
 )
@@ -168,13 +170,7 @@ class VLLMBackend(BrainPatchBackend):
         self._max_logprobs = int(model.max_logprobs)
         self._graphs = not runs_on_cpu() and not model.enforce_eager
         self._dtype = str(model.dtype).removeprefix("torch.")
-        self._model = ModelDescriptor(
-            model_id=model_id or str(model.served_model_name or model.model),
-            hidden_size=int(model.get_hidden_size()),
-            num_layers=int(model.get_total_num_hidden_layers()),
-            architecture=(model.hf_config.architectures or [""])[0],
-            revision=revision if revision is not None else model.revision,
-        )
+        self._model = descriptor(model, model_id or str(model.served_model_name or model.model), revision)
         if not synchronous:
             self._driver = AsyncDriver(llm)
             return
@@ -265,8 +261,8 @@ class VLLMBackend(BrainPatchBackend):
         from vllm import SamplingParams
 
         self._only_with_worker("sampling_params")
-        carried = carry(self._resolve(patches, self._snapshot()))
-        made = SamplingParams() if base is None else base.clone()
+        carried = carry(self.resolve_patches(patches))
+        made = SamplingParams() if base is None else copy.copy(base)
         extra = {key: value for key, value in (made.extra_args or {}).items() if key != KEY}
         if carried is not None:
             extra[KEY] = carried
@@ -278,7 +274,7 @@ class VLLMBackend(BrainPatchBackend):
 
         vLLM's requests get it by themselves (see `sampling_params`); giving it as well changes nothing.
         """
-        return cache_salt(self._resolve(patches, self._snapshot()), None, salt)
+        return cache_salt(self.resolve_patches(patches), None, salt)
 
     def _only_with_worker(self, what: str) -> None:
         if self._installed is not None:

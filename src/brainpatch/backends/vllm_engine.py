@@ -19,6 +19,7 @@ from typing import Any
 
 from brainpatch.backends.vllm_plugin import WORKER
 from brainpatch.errors import BackendNotAvailable, BrainPatchError, CapabilityError, EngineError
+from brainpatch.patch.compatibility import ModelDescriptor
 
 EXTENSION = "brainpatch.backends.vllm_worker.BrainPatchWorkerExtension"
 LOAD_ERROR_FILE = "BRAINPATCH_LOAD_ERROR_FILE"
@@ -172,6 +173,17 @@ def model_config(arguments: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {_reason(error)}") from None
+
+
+def descriptor(config: Any, model_id: str, revision: str | None = None) -> ModelDescriptor:
+    """What patches are checked against, of vLLM's ModelConfig."""
+    return ModelDescriptor(
+        model_id=model_id,
+        hidden_size=int(config.get_hidden_size()),
+        num_layers=int(config.get_total_num_hidden_layers()),
+        architecture=(config.hf_config.architectures or [""])[0],
+        revision=revision if revision is not None else config.revision,
+    )
 
 
 def runs_on_cpu() -> bool:

@@ -6,8 +6,10 @@ ours pay one comparison for a request, and nothing else changes for them.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Final
 
 from brainpatch.backends.vllm_requests import KEY, cache_salt, carried, check_fits
@@ -19,6 +21,19 @@ counters = {"refused": 0}
 """Of this process: requests that were refused for the patches they carry."""
 _EMPTY = ResolvedSet()
 _registered = False
+
+
+class Served:
+    """The patches of one HTTP request, on their way past vLLM's server, and whether they arrived."""
+
+    def __init__(self, carried: dict[str, Any] | None) -> None:
+        self.carried = carried
+        self.taken = 0
+        """How many requests to the engine were made under it."""
+
+
+served: ContextVar[Served | None] = ContextVar("brainpatch_served", default=None)
+"""What vLLM's server is answering, in the context of the request's task: no client can write to it."""
 
 
 def is_registered() -> bool:
@@ -46,17 +61,38 @@ def _taken_in(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, *arguments: Any, **named: Any) -> Any:
         if self.vllm_config.parallel_config.worker_cls != WORKER:
             return original(self, *arguments, **named)
-        parameters = named["params"] if "params" in named else arguments[2]
+        parameters = _with_served(named["params"] if "params" in named else arguments[2])
         try:
             patches = _checked(self.model_config, parameters, bool(named.get("resumable")))
         except BrainPatchError as error:
             counters["refused"] += 1
             raise _as_client_error(error) from None
+        if "params" in named:
+            named["params"] = parameters
+        else:
+            arguments = (*arguments[:2], parameters, *arguments[3:])
         request = original(self, *arguments, **named)
         _salt(request, patches)
         return request
 
     return process_inputs
+
+
+def _with_served(parameters: Any) -> Any:
+    """The parameters with the patches of the HTTP request that is being served, if it has any.
+
+    A client's own entry is left for the check to refuse, and what is no text has no parameters to carry them.
+    """
+    asked = served.get()
+    if asked is None or not hasattr(parameters, "extra_args"):
+        return parameters
+    asked.taken += 1
+    extra = parameters.extra_args or {}
+    if asked.carried is None or KEY in extra:
+        return parameters
+    parameters = copy.copy(parameters)
+    parameters.extra_args = {**extra, KEY: asked.carried}
+    return parameters
 
 
 def _handed_over(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,6 @@ from brainpatch.cli.options import (
     SEED,
     SYSTEM,
     TEMPERATURE,
-    split_strength,
 )
 from brainpatch.cli.output import (
     engine_prints_to_stderr,
@@ -37,6 +36,7 @@ from brainpatch.cli.output import (
 )
 from brainpatch.errors import RequestError
 from brainpatch.patch.file import LoadedPatch, load_patch
+from brainpatch.patch.names import split_strength
 from brainpatch.patch.registry import default_registry
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
 
 
 @contextmanager
-def _loaded(
+def loaded_model(
     model: str, backend: str, device: str, dtype: str, mode: str, model_id: str | None
 ) -> Iterator[BrainPatchedModel]:
     from brainpatch.runtime.model import BrainPatchedModel
@@ -72,7 +72,7 @@ def _loaded(
         yield loaded
 
 
-def _find(patches: Iterable[str], strengths: Iterable[float | None]) -> list[Wanted]:
+def find_patches(patches: Iterable[str], strengths: Iterable[float | None]) -> list[Wanted]:
     """The patches of a command line with the strengths that they carry.
 
     What can be refused before a model is loaded is refused here, the `strengths` of the command too. A hub's
@@ -153,9 +153,9 @@ def run(
     """
     text = _prompt(prompt, system)
     config = _config(max_tokens, temperature, seed)
-    wanted = _find(patch, [strength])
+    wanted = find_patches(patch, [strength])
     chat: dict[str, Any] = {"use_chat_template": not no_chat_template, "system": system}
-    with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
+    with loaded_model(model, backend, device, dtype, compatibility, model_id) as loaded:
         _install(loaded, wanted, strength)
         if as_json:
             answer = loaded.generate_detailed([text], config, **chat)[0]
@@ -203,8 +203,8 @@ def compare(
     """
     text = _prompt(prompt, system)
     config = _config(max_tokens, temperature, seed)
-    wanted = _find(patch, strength)
-    with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
+    wanted = find_patches(patch, strength)
+    with loaded_model(model, backend, device, dtype, compatibility, model_id) as loaded:
         names = _install(loaded, wanted, None)
         arms: list[dict[str, Any]] = [{}]
         arms += [dict.fromkeys(names, value) for value in strength] or [{name: {} for name in names}]
@@ -254,8 +254,8 @@ def trace(
     """
     text = _prompt(prompt, system)
     config = _config(max_tokens, 0.0, 0)
-    wanted = _find(patch, [strength])
-    with _loaded(model, backend, device, dtype, compatibility, model_id) as loaded:
+    wanted = find_patches(patch, [strength])
+    with loaded_model(model, backend, device, dtype, compatibility, model_id) as loaded:
         _install(loaded, wanted, strength)
         rows = loaded.trace(text, config, use_chat_template=not no_chat_template, system=system)
     if as_json:

@@ -62,13 +62,3 @@ TEMPERATURE = Annotated[float, typer.Option("--temperature", help="0 takes the l
 SEED = Annotated[int, typer.Option("--seed", help="For a temperature above 0.")]
 SYSTEM = Annotated[str | None, typer.Option("--system", help="A system message.")]
 PLAIN = Annotated[bool, typer.Option("--no-chat-template", help="Give the prompt to the model as it is.")]
-
-
-def split_strength(text: str) -> tuple[str, float | None]:
-    """`formal@0.8` as ("formal", 0.8); a path may hold an @ of its own."""
-    name, at, number = text.rpartition("@")
-    try:
-        strength = float(number)
-    except ValueError:
-        return text, None
-    return (name, strength) if at and name else (text, None)

@@ -23,3 +23,13 @@ def check_patch_name(name: Any) -> str:
     if name.partition(".")[0] in _DEVICES:
         raise PatchFormatError("BP113", f"{name!r} is the name of a device on Windows")
     return name
+
+
+def split_strength(text: str) -> tuple[str, float | None]:
+    """`formal@0.8` as ("formal", 0.8); a path may hold an @ of its own."""
+    name, at, number = text.rpartition("@")
+    try:
+        strength = float(number)
+    except ValueError:
+        return text, None
+    return (name, strength) if at and name else (text, None)

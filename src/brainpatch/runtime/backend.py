@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from brainpatch.errors import CapabilityError, EngineStateError, RequestError
+from brainpatch.errors import BrainPatchError, CapabilityError, EngineStateError, RequestError
 from brainpatch.patch.compatibility import CompatibilityReport, ModelDescriptor, check_compatibility
 from brainpatch.patch.file import LoadedPatch, check_patch
 from brainpatch.patch.schedule import StrengthSchedule
@@ -30,7 +30,9 @@ from brainpatch.runtime.meaning import (
     resolve_edits,
     unknown_patch,
 )
-from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
+from brainpatch.runtime.requests import Generation, Listener, Prompt, Request, TraceRow
+
+_KNOWN_SETS = 256
 
 Patches = Mapping[str, Any] | None
 """A request's patches: name -> strength or {"strength", "schedule"}; None means the installed defaults."""
@@ -44,7 +46,11 @@ class BrainPatchBackend(ABC):
     def __init__(self) -> None:
         self.patches: dict[str, ActivePatch] = {}
         self.compatibility_mode = "strict"
+        self.max_batch_size = 1
+        """How many requests share one forward pass, at most."""
         self._patches_lock = threading.Lock()
+        self._known: dict[Any, ResolvedSet] = {}
+        """Sets that were asked for lately: what is computed of a set once serves its later requests, too."""
 
     # --- what an engine provides -------------------------------------------------------------
 
@@ -70,6 +76,7 @@ class BrainPatchBackend(ABC):
         """Free the model; the patches installed on it go with it. May be called more than once."""
         with self._patches_lock:
             self.patches.clear()
+        self._known.clear()
 
     def _encode(self, prompt: Prompt, *, use_chat_template: bool, system: str | None) -> list[int]:
         """Token ids of a prompt, special tokens exactly once."""
@@ -88,6 +95,27 @@ class BrainPatchBackend(ABC):
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
         """Generate all requests (each with config.n == 1), in order."""
         raise CapabilityError("BP502", f"{self.name} does not generate text")
+
+    def run_batch(
+        self, requests: Sequence[Request], listeners: Sequence[Listener] | None
+    ) -> list[Generation | BrainPatchError]:
+        """Generate requests for a server: each listener hears its text as it comes, and one that is cancelled ends
+        early. A request that fails is an error in the list, and the others are right."""
+        results: list[Generation | BrainPatchError] = []
+        for number, request in enumerate(requests):
+            try:
+                (answer,) = self._run([request])
+            except BrainPatchError as error:
+                results.append(error)
+            else:
+                if listeners is not None:
+                    listeners[number].piece(answer.text)
+                results.append(answer)
+        return results
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """What each token reads by itself."""
+        raise CapabilityError("BP502", f"{self.name} does not tell what its tokens read")
 
     def _run_stream(self, request: Request) -> Iterator[str]:
         """Generate one request, yielding text as it comes."""
@@ -180,13 +208,13 @@ class BrainPatchBackend(ABC):
 
     def list_patches(self) -> list[str]:
         """Names of the installed patches in install order."""
-        return list(self._snapshot())
+        return list(self.installed())
 
     def resolve_edits(
         self, token_index: int = 0, layer: int | None = None, *, is_prompt_pass: bool | None = None
     ) -> list[ResolvedEdit]:
         """The installed defaults as edits at one generated-token index; see `meaning.resolve_edits`."""
-        return resolve_edits(self._snapshot().values(), token_index, layer, is_prompt_pass=is_prompt_pass)
+        return resolve_edits(self.installed().values(), token_index, layer, is_prompt_pass=is_prompt_pass)
 
     def active_layers(self) -> list[int]:
         """The blocks that the installed defaults edit at token index 0, ascending."""
@@ -196,12 +224,13 @@ class BrainPatchBackend(ABC):
         """A vector of an installed patch as Python floats."""
         return [float(value) for value in self._active(patch_name).patch.vector_for(key).data]
 
-    def _snapshot(self) -> dict[str, ActivePatch]:
+    def installed(self) -> dict[str, ActivePatch]:
+        """What is installed now, by name in install order; later changes of the list do not reach it."""
         with self._patches_lock:
             return dict(self.patches)
 
     def _active(self, name: str) -> ActivePatch:
-        installed = self._snapshot()
+        installed = self.installed()
         if name not in installed:
             raise unknown_patch(name, installed)
         return installed[name]
@@ -315,6 +344,17 @@ class BrainPatchBackend(ABC):
             raise RequestError("BP404", f"{why_one}; n must be 1")
         return requests[0]
 
+    def requests(
+        self,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig,
+        *,
+        patches: Patches = None,
+        use_chat_template: bool = True,
+    ) -> list[Request]:
+        """The checked requests of a call, for `run_batch`: config.n a prompt, one after another."""
+        return self._requests(prompts, config, patches, use_chat_template, None)
+
     def _requests(
         self,
         prompts: Sequence[Prompt],
@@ -325,7 +365,7 @@ class BrainPatchBackend(ABC):
     ) -> list[Request]:
         """Check everything and take the snapshot that the requests keep."""
         self.describe_model()
-        installed = self._snapshot()
+        installed = self.installed()
         resolved: dict[int, ResolvedSet] = {}
         requests = []
         for prompt, one, wish in zip(
@@ -349,7 +389,18 @@ class BrainPatchBackend(ABC):
         self.describe_model()
         resolved = resolve(patches, installed, warn=self._warn)
         self._check_patches(resolved)
-        return resolved
+        key = tuple((one.name, one.strength, one.schedule, id(one.interventions)) for one in resolved.patches)
+        if key not in self._known and len(self._known) >= _KNOWN_SETS:
+            self._known.clear()
+        # An entry holds its interventions, so that their id is theirs alone for as long as it is there.
+        return self._known.setdefault(key, resolved)
+
+    def resolve_patches(self, patches: Patches = None) -> ResolvedSet:
+        """What a request's `patches` mean now; a request keeps that, whatever is changed later.
+
+        Errors: UnknownPatchError, RequestError, and CapabilityError for what this engine cannot apply.
+        """
+        return self._resolve(patches, self.installed())
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         context = self._context_length()

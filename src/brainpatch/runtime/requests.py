@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.meaning import ResolvedSet
@@ -41,6 +41,17 @@ class Generation:
     patches: dict[str, Any] = field(default_factory=dict)
     cached_tokens: int = 0
     digest: str = ""
+
+
+class Listener(Protocol):
+    """Who waits for an answer while it is made. Called from the engine's thread."""
+
+    def piece(self, text: str) -> None:
+        """More of the answer's text."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits any more, so that the work may end."""
 
 
 class TraceRow(NamedTuple):

@@ -220,7 +220,7 @@ def test_patches_change_under_load_and_requests_keep_what_they_were_admitted_wit
     def ask(number):
         for turn in range(requests // 6):
             prompt = (number + turn) % len(chats)
-            patches = backend._resolve(None, backend._snapshot())
+            patches = backend._resolve(None, backend.installed())
             request = Request(tuple(chats[prompt]), config, patches)
             answers.append((prompt, patches, backend._run([request])[0]))
             seen[patches.digest] = patches

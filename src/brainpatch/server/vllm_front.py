@@ -1,0 +1,336 @@
+"""vLLM's own OpenAI server, with patches: a middleware around its application.
+
+    python -m vllm.entrypoints.openai.api_server --model M \\
+        --worker-cls brainpatch.backends.vllm_worker.BrainPatchWorker \\
+        --middleware brainpatch.server.vllm_front.BrainPatchMiddleware
+
+What the operator decides comes from the environment (`server.settings`), users' keys from vLLM's own --api-key.
+The middleware reads the body of a request, takes the patches out of it, and lets vLLM answer; on the other side,
+where vLLM makes a request for its engine, `vllm_plugin` puts them in. Between the two they travel in a context
+variable. So routes that this module never heard of take patches as well, and what never reached the engine
+is an error, not an answer without patches.
+
+State and who owns it: each of vLLM's API server processes has a middleware with a backend of its own, which lives
+on that process's event loop. Patches travel with requests, so replicas of the engine know nothing of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from brainpatch.backends.vllm_backend import VLLMBackend
+from brainpatch.backends.vllm_plugin import WORKER, Served, served
+from brainpatch.backends.vllm_requests import carry
+from brainpatch.errors import BrainPatchError, CapabilityError, ServerError
+from brainpatch.runtime.meaning import ResolvedSet
+from brainpatch.server import metrics
+from brainpatch.server.asked import FIELD, Asked, asked
+from brainpatch.server.echo import EchoStream, echo_of, into_answer
+from brainpatch.server.http import ClientGone, failure, header, json_object, read_body, refuse, replayed
+from brainpatch.server.models import listed
+from brainpatch.server.patches_api import PatchesApi, answer_errors, install_at_start
+from brainpatch.server.settings import Settings
+
+_TOKEN_ROUTES: Final = ("/tokenize", "/detokenize")
+"""They take a model's name and give nothing that a patch could change."""
+_MARK: Final = "brainpatch"
+_log = logging.getLogger("brainpatch.server")
+
+
+class BrainPatchMiddleware:
+    """For `--middleware`. Given twice, the outer one works."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._front: Front | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+        elif scope["type"] == "http" and self._front is not None and _MARK not in scope:
+            await self._front({**scope, _MARK: True}, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Put patches on the model before the server takes requests; it does not start when that fails."""
+        message = await receive()
+        if scope.get(_MARK) is None:
+            try:
+                self._front = Front(self._app, scope["app"].state)
+            except BrainPatchError as error:
+                _log.error("%s", error)
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                raise SystemExit(1) from None  # or the process would end as if all were well
+
+        first = [message]
+
+        async def again() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app({**scope, _MARK: True}, again, send)
+
+
+class Front:
+    """One server's patches, and the way of a request through it."""
+
+    def __init__(self, app: ASGIApp, state: Any) -> None:
+        """Errors: CapabilityError (BP502) for an engine without our worker, and those of the patches."""
+        engine, arguments = state.engine_client, state.args
+        config = engine.vllm_config
+        if config.parallel_config.worker_cls != WORKER:
+            raise CapabilityError(
+                "BP502",
+                f"the server was started with worker_cls={config.parallel_config.worker_cls!r}",
+                f"Add --worker-cls {WORKER}.",
+            )
+        self._app = app
+        self._state = state
+        self.settings = Settings.from_environment(api_keys=_vllm_keys(arguments))
+        processes = int(getattr(config.parallel_config, "_api_process_count", 1) or 1)
+        if self.settings.admin_key is not None and processes > 1:
+            raise CapabilityError(
+                "BP502",
+                f"{processes} API server processes: a change would reach one of them only",
+                "Start it with --api-server-count 1, or without an admin key.",
+            )
+        self.backend = VLLMBackend.from_llm(
+            engine, model_id=self.settings.model_id or config.model_config.model
+        )
+        install_at_start(self.backend, self.settings)
+        self._patches = FastAPI(
+            title="BrainPatch", openapi_url="/brainpatch/openapi.json", docs_url=None, redoc_url=None
+        )
+        answer_errors(self._patches)
+        self._patches.include_router(PatchesApi(self.backend, self.settings).router())
+        self._in_work = 0
+        self._stops = False
+        shutdown = engine.shutdown
+
+        def told_to_stop(*arguments: Any, **named: Any) -> Any:
+            """The first that vLLM's server does on SIGTERM; from then on its answers would be errors of all kinds."""
+            self._stops = True
+            return shutdown(*arguments, **named)
+
+        engine.shutdown = told_to_stop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI, for HTTP."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        try:
+            self.settings.check_key(scope["method"], path, header(scope, b"authorization"))
+            if self._stops and (scope["method"] == "POST" or path == "/health"):
+                raise ServerError("BP706", "the server stops")
+            if path == "/brainpatch" or path.startswith("/brainpatch/"):
+                await self._patches({**scope, "app": self._patches}, receive, send)
+                return
+            if path == "/v1/models" and scope["method"] == "GET":
+                await self._app(scope, receive, _Models(self, send))
+            elif scope["method"] == "POST":
+                await self._post(path, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except ClientGone:
+            return
+        except BrainPatchError as error:
+            metrics.REFUSED.labels(error.code).inc()
+            await refuse(error, scope, receive, send)
+
+    async def _post(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._in_work >= self.settings.max_requests:
+            raise ServerError("BP705", f"{self._in_work} requests are in work or waiting")
+        self._in_work += 1
+        metrics.IN_WORK.inc()
+        try:
+            await self._answer(path, scope, receive, send)
+        finally:
+            self._in_work -= 1
+            metrics.IN_WORK.dec()
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        body: dict[str, Any] = {}
+        wish = Asked(None, None)
+        choices, drop_usage = 1, False
+        if (header(scope, b"content-type") or "").partition(";")[0].strip().lower() == "application/json":
+            data = await read_body(receive, self.settings.max_body_bytes, self.settings.body_seconds)
+            body = json_object(data)
+            wish = asked(body, self._served_names())
+            drop_usage = _ask_for_usage(path, body)
+            if FIELD in body or drop_usage or wish.by_name:
+                body.pop(FIELD, None)
+                if wish.model is not None:
+                    body["model"] = wish.model
+                data = msgspec.json.encode(body)
+                scope = {**scope, "headers": _with_length(scope["headers"], len(data))}
+            receive = replayed(data, receive)
+            choices = body["n"] if isinstance(body.get("n"), int) and 0 < body["n"] < 4096 else 1
+        patches = self.backend.resolve_patches(wish.patches)
+        if patches.depends_on_position and body.get("use_beam_search"):
+            raise CapabilityError(
+                "BP502",
+                "beam search gives the engine a longer prompt at each step, so schedules and sites have no meaning",
+            )
+        asking = Served(carry(patches))
+        named = bool(wish.patches) and path not in _TOKEN_ROUTES
+        echo = _Echo(send, patches, asking, choices, drop_usage=drop_usage, named=named)
+        token = served.set(asking)
+        try:
+            await self._app(scope, receive, echo)
+        finally:
+            served.reset(token)
+            metrics.count_tokens(patches, echo.usage)
+
+    def _served_names(self) -> list[str]:
+        """vLLM's own names: the model's, and those of adapters."""
+        models = self._state.openai_serving_models
+        return [*(base.name for base in models.base_model_paths), *getattr(models, "lora_requests", {})]
+
+
+class _Models:
+    """A `send` that adds the names with patches to the answer of /v1/models."""
+
+    def __init__(self, front: Front, send: Send) -> None:
+        self._front, self._send = front, send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body", False) or self._start is None:
+            return
+        body = self._body
+        if self._start["status"] == 200:
+            answer = msgspec.json.decode(body)
+            answer["data"] = listed(answer["data"], self._front.backend.installed())
+            body = msgspec.json.encode(answer)
+        await self._send({**self._start, "headers": _with_length(self._start["headers"], len(body))})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+class _Echo:
+    """A `send` that puts into the answer what was applied. An answer that was made without the patches that the
+    client named is thrown away, and an error sent in its place; so the answer's head waits for its first part."""
+
+    def __init__(
+        self, send: Send, patches: ResolvedSet, asking: Served, choices: int, *, drop_usage: bool, named: bool
+    ) -> None:
+        self._send, self._patches, self._asking = send, patches, asking
+        self._choices, self._drop_usage, self._named = choices, drop_usage, named
+        self._head: Message | None = None
+        self._stream: EchoStream | None = None
+        self._body: list[bytes] = []
+        self._changes = False
+        self._refused = False
+        self.usage: dict[str, int] = {}
+
+    async def __call__(self, message: Message) -> None:
+        if self._refused:
+            return
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif not self._changes:
+            await self._send(message)
+        elif self._stream is not None:
+            await self._piece(self._stream, message)
+        else:
+            self._body.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._whole(b"".join(self._body))
+
+    async def _begin(self, message: Message) -> None:
+        kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+        kind = kinds[0].partition(b";")[0].strip() if kinds and message["status"] == 200 else b""
+        self._changes = kind in (b"application/json", b"text/event-stream")
+        if kind == b"text/event-stream":
+            self._stream = EchoStream(echo_of(self._patches), self._choices, drop_usage=self._drop_usage)
+        if self._changes:
+            self._head = message
+        elif message["status"] != 200 or await self._arrived():
+            await self._send(message)
+
+    async def _piece(self, stream: EchoStream, message: Message) -> None:
+        more = message.get("more_body", False)
+        if self._head is not None:
+            if not await self._arrived():
+                return
+            await self._send(self._head)
+            self._head = None
+        data = stream.feed(message.get("body", b""))
+        if not more:
+            data += stream.end()
+            self.usage = stream.usage
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _whole(self, body: bytes) -> None:
+        if self._head is None or not await self._arrived():
+            return
+        if self._asking.taken:
+            body, self.usage = into_answer(body, echo_of(self._patches))
+        await self._send({**self._head, "headers": _with_length(self._head["headers"], len(body))})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _arrived(self) -> bool:
+        """Whether the patches that the client named were taken to the engine. Where not, that is the answer."""
+        if self._asking.taken:
+            for name in metrics.labels(self._patches):
+                metrics.REQUESTS.labels(name).inc()
+        elif self._named:
+            self._refused = True
+            error = ServerError("BP707", "the answer was not generated by the model's forward pass")
+            metrics.REFUSED.labels(error.code).inc()
+            await failure(error)({"type": "http"}, _nothing, self._send)
+        return not self._refused
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _ask_for_usage(path: str, body: dict[str, Any]) -> bool:
+    """Have a stream say its usage in the end, for the metrics; True when the client did not ask for that."""
+    if path not in ("/v1/chat/completions", "/v1/completions") or body.get("stream") is not True:
+        return False
+    options = body.get("stream_options")
+    if options is None:
+        body["stream_options"] = {"include_usage": True}
+    elif isinstance(options, dict) and not options.get("include_usage"):
+        options["include_usage"] = True
+    else:
+        return False
+    return True
+
+
+def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]
+
+
+def _vllm_keys(arguments: Any) -> list[str]:
+    """The keys that vLLM itself asks for."""
+    from vllm import envs
+
+    return [key for key in (arguments.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+class Endpoint:
+    """For vLLM's endpoint plugins, which VLLM_PLUGINS names: the same as `--middleware`."""
+
+    name = "brainpatch"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Put the middleware around the application."""
+        app.add_middleware(BrainPatchMiddleware)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Nothing: patches are put on the model when the application starts."""
