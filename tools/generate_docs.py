@@ -20,6 +20,7 @@ GROUPS = {
     "4": "The request",
     "5": "The engine",
     "6": "Tools",
+    "7": "The server",
 }
 
 

@@ -326,8 +326,8 @@ ERRORS: dict[str, ErrorKind] = {
     ),
     "BP707": ErrorKind(
         "route takes no patches",
-        "The request names patches, and what it asks for is not made by the model's forward pass with them.",
-        "Leave the patches out, or use a route that generates text.",
+        "The request names patches, and its answer was made without a forward pass that had them: by a route that generates no text, or by a vLLM that lost them on the way. The answer was thrown away.",
+        "Leave the patches out, or use a route that generates text. If this was one, report the version of vLLM.",
     ),
     "BP708": ErrorKind(
         "body came too slowly",
@@ -343,11 +343,6 @@ ERRORS: dict[str, ErrorKind] = {
         "patch is there already",
         "A patch of this name is on the model.",
         "Upload it with overwrite=true, or change it with PATCH.",
-    ),
-    "BP711": ErrorKind(
-        "patches did not reach the engine",
-        "The server asked for patches, and the engine answered without having seen them; the answer was thrown away.",
-        "Report the versions of vLLM and brainpatch.",
     ),
 }
 

@@ -11,7 +11,6 @@ STATUS: Final[dict[str, int]] = {
     "BP301": 409,
     "BP401": 404,
     "BP407": 503,
-    "BP408": 409,
     "BP409": 503,
     "BP501": 503,
     "BP506": 500,
@@ -27,7 +26,6 @@ STATUS: Final[dict[str, int]] = {
     "BP708": 408,
     "BP709": 404,
     "BP710": 409,
-    "BP711": 500,
 }
 """Error code -> HTTP status, where it is not 400."""
 
