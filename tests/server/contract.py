@@ -318,6 +318,27 @@ class Contract:
             ask(client, self.model, **more)
         assert name.replace("logprobs", "log-prob") in str(refused.value)
 
+    def test_a_misspelt_field_is_no_silent_baseline(self, server):
+        for field in (
+            {"brainpach": {"sea": 1}},
+            {"brainPatch": {"sea": 1}},
+            {"extra_body": {"brainpatch": {"sea": 1}}},
+        ):
+            with pytest.raises(openai.BadRequestError):
+                ask(server.client(), self.model, extra_body=field)
+
+    def test_an_answer_and_its_line_in_the_log_share_an_id(self, server):
+        body = {"model": f"{self.model}+sea", "messages": QUESTION, "max_tokens": 2}
+        with server.http() as http:
+            given = http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-1"})
+            made = http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "no\tplain one"})
+        assert given.headers["x-request-id"] == "mine-1"
+        assert made.headers["x-request-id"] not in ("", "no\tplain one")
+        lines = [json.loads(line[line.index("{"):]) for line in server.log.read_text().splitlines()
+                 if "brainpatch.access" in line]  # fmt: skip
+        (mine,) = [line for line in lines if line["request"] == "mine-1"]
+        assert (mine["status"], mine["digest"], mine["whole"]) == (200, digest({"sea": 1}), True)
+
     def test_null_is_left_out(self, server):
         names = [
             *("temperature", "top_p", "n", "stop", "seed", "max_completion_tokens", "presence_penalty"),

@@ -49,6 +49,10 @@ def test_bodies(body, wanted):
         ({"model": "m+@1"}, "BP403"),
         ({"model": "m+a@"}, "BP402"),
         ({"model": "m+a@x"}, "BP402"),
+        ({"model": "m", "brainpach": {"a": 1}}, "BP403"),
+        ({"model": "m", "BrainPatch": {"a": 1}}, "BP403"),
+        ({"model": "m", "brain_patch": {"a": 1}}, "BP403"),
+        ({"model": "m", "extra_body": {"brainpatch": {"a": 1}}}, "BP403"),
     ],
 )
 def test_what_is_refused(body, code):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from brainpatch.runtime.meaning import ResolvedSet
 from brainpatch.runtime.model import BrainPatchedModel
 from brainpatch.runtime.requests import Generation
 from brainpatch.server import metrics
+from brainpatch.server.access import Access
 from brainpatch.server.answers import Shape, usage_of
 from brainpatch.server.asked import FIELD, asked
 from brainpatch.server.batcher import Batcher, Job
@@ -36,7 +36,8 @@ from brainpatch.server.settings import Settings
 
 _UPLOADS: Final = "/brainpatch/patches"
 """Reads its body itself."""
-_log = logging.getLogger("brainpatch.server")
+_NOTES: Final = "brainpatch_notes"
+"""Where a request's scope holds what its line in the log shall say."""
 
 
 def build_app(
@@ -144,6 +145,7 @@ class _App:
             return await self._admitted(body, request)
         except BrainPatchError as error:
             metrics.REFUSED.labels(error.code).inc()
+            request.scope[_NOTES]["code"] = error.code
             raise
 
     async def _admitted(self, body: ChatBody | TextBody, request: Request) -> Response:
@@ -160,7 +162,9 @@ class _App:
         self.batcher.submit(job)
         for name in metrics.labels(patches):
             metrics.REQUESTS.labels(name).inc()
-        shape = Shape(body.model or self.name, echo_of(patches), chat, self.backend.token_texts)
+        echo = echo_of(patches)
+        request.scope[_NOTES] |= echo
+        shape = Shape(body.model or self.name, echo, chat, self.backend.token_texts)
         if body.stream:
             include = body.stream_options is not None and bool(body.stream_options.include_usage)
             events = self._events(job, shape, patches, config.n, include)
@@ -259,7 +263,16 @@ class _Bounded:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._pass(scope, receive, send)
+        else:
+            access = Access(scope, send)
+            try:
+                await self._pass({**access.scope(), _NOTES: access.notes}, receive, access.send)
+            finally:
+                access.close()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         try:
             self._settings.check_key(method, path, header(scope, b"authorization"))

@@ -30,6 +30,7 @@ class Asked:
 
 def asked(body: Mapping[str, Any], served: Collection[str]) -> Asked:
     """Read a body. Errors: ServerError (BP702) for an unknown model, RequestError (BP402, BP403) for the rest."""
+    _refuse_misspelt(body)
     model = body.get("model")
     field = body.get(FIELD)
     if field is not None and not isinstance(field, Mapping):
@@ -68,6 +69,20 @@ def named_patches(rest: str) -> dict[str, Any] | None:
         except ValueError:
             raise RequestError("BP402", f"{visible(repr(number), 40)} is not a strength") from None
     return found
+
+
+def _refuse_misspelt(body: Mapping[str, Any]) -> None:
+    """A server that ignores what it does not know would answer without patches, and nobody would notice."""
+    near = [name for name in body if name != FIELD and get_close_matches(name.lower(), [FIELD], cutoff=0.8)]
+    inner = body.get("extra_body")
+    if isinstance(inner, Mapping) and FIELD in inner:
+        near.append("extra_body")
+    if near:
+        raise RequestError(
+            "BP403",
+            f"there is no field {visible(repr(near[0]), 80)}",
+            f"The field is called {FIELD}, at the top.",
+        )
 
 
 def _served(model: str, served: Collection[str]) -> str | None:

@@ -29,6 +29,7 @@ from brainpatch.backends.vllm_requests import carry
 from brainpatch.errors import BrainPatchError, CapabilityError, ServerError
 from brainpatch.runtime.meaning import ResolvedSet
 from brainpatch.server import metrics
+from brainpatch.server.access import Access
 from brainpatch.server.asked import FIELD, Asked, asked
 from brainpatch.server.echo import EchoStream, echo_of, into_answer
 from brainpatch.server.http import ClientGone, failure, header, json_object, read_body, refuse, replayed
@@ -122,6 +123,16 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI, for HTTP."""
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._pass(scope, receive, send, {})
+            return
+        access = Access(scope, send)
+        try:
+            await self._pass(access.scope(), receive, access.send, access.notes)
+        finally:
+            access.close()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, notes: dict[str, Any]) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             self.settings.check_key(scope["method"], path, header(scope, b"authorization"))
@@ -133,27 +144,32 @@ class Front:
             if path == "/v1/models" and scope["method"] == "GET":
                 await self._app(scope, receive, _Models(self, send))
             elif scope["method"] == "POST":
-                await self._post(path, scope, receive, send)
+                await self._post(path, scope, receive, send, notes)
             else:
                 await self._app(scope, receive, send)
         except ClientGone:
             return
         except BrainPatchError as error:
             metrics.REFUSED.labels(error.code).inc()
+            notes["code"] = error.code
             await refuse(error, scope, receive, send)
 
-    async def _post(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _post(
+        self, path: str, scope: Scope, receive: Receive, send: Send, notes: dict[str, Any]
+    ) -> None:
         if self._in_work >= self.settings.max_requests:
             raise ServerError("BP705", f"{self._in_work} requests are in work or waiting")
         self._in_work += 1
         metrics.IN_WORK.inc()
         try:
-            await self._answer(path, scope, receive, send)
+            await self._answer(path, scope, receive, send, notes)
         finally:
             self._in_work -= 1
             metrics.IN_WORK.dec()
 
-    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, path: str, scope: Scope, receive: Receive, send: Send, notes: dict[str, Any]
+    ) -> None:
         body: dict[str, Any] = {}
         wish = Asked(None, None)
         choices, drop_usage = 1, False
@@ -176,6 +192,7 @@ class Front:
                 "BP502",
                 "beam search gives the engine a longer prompt at each step, so schedules and sites have no meaning",
             )
+        notes |= echo_of(patches)
         asking = Served(carry(patches))
         named = bool(wish.patches) and path not in _TOKEN_ROUTES
         echo = _Echo(send, patches, asking, choices, drop_usage=drop_usage, named=named)
@@ -185,6 +202,7 @@ class Front:
         finally:
             served.reset(token)
             metrics.count_tokens(patches, echo.usage)
+            notes["tokens"] = echo.usage
 
     def _served_names(self) -> list[str]:
         """vLLM's own names: the model's, and those of adapters."""

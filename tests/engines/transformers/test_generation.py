@@ -208,7 +208,7 @@ def test_a_long_batch_is_cut_and_keeps_its_order(backend, monkeypatch):
     widths = []
     batch = backend._batch
     monkeypatch.setattr(
-        backend, "_batch", lambda requests, **k: (widths.append(len(requests)), batch(requests, **k))[1]
+        backend, "_batch", lambda requests, heard: (widths.append(len(requests)), batch(requests, heard))[1]
     )
     prompts = [f"Say the number {i}, {'please ' * (i % 3)}now." for i in range(8)]
     answers = backend.generate_batch(prompts, config(max_new_tokens=4))
@@ -223,6 +223,16 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_strength(backend
         backend.generate(PROMPT, config(), patches={"huge": 8})
     assert caught.value.code == "BP509"
     assert math.isfinite(backend.generate_detailed([PROMPT], config(logprobs=0))[0].logprobs[0].popitem()[1])
+
+
+def test_a_row_that_breaks_leaves_the_others_of_its_batch(backend):
+    backend.install_patch(patch("huge", norm=1024.0 * 24, vectors={"v15": [1e37] * 576}), enabled=False)
+    prompts = [PROMPT, "Hi", PROMPT]
+    with pytest.raises(EngineError) as caught:
+        backend.generate_batch(prompts, config(), patches=[{}, {"huge": 8}, {}])
+    first, broken, last = caught.value.answers
+    assert (caught.value.code, broken) == ("BP509", None)
+    assert first.text == last.text == backend.generate(PROMPT, config(), patches={})
 
 
 def test_apply_to_prompt_false_edits_the_continuation_alone(backend):
