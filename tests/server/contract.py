@@ -442,6 +442,22 @@ class Contract:
         assert ADMIN not in log
         assert "How was your day" not in log
 
+    def test_activations_that_are_no_numbers_are_an_error_and_no_text(self, server, tmp_path):
+        patch = steering("huge", (10, 12, 14), norm=3e38, coefficient=7.0)
+        file = save_patch(patch.manifest, patch.vectors, tmp_path / "huge.brainpatch").read_bytes()
+        client = server.client()
+        with server.http(ADMIN) as admin:
+            assert admin.post("/brainpatch/patches", content=file).status_code == 201
+            before = text(ask(client, f"{self.model}+sea"))
+            with pytest.raises(openai.BadRequestError) as whole:
+                ask(client, f"{self.model}+huge")
+            assert whole.value.code == "BP509"
+            with pytest.raises(openai.APIError) as streamed:
+                list(ask(client, f"{self.model}+huge", stream=True))
+            assert streamed.value.code == "BP509"
+            assert text(ask(client, f"{self.model}+sea")) == before
+            admin.delete("/brainpatch/patches/huge")
+
     def test_a_client_that_goes_away_ends_the_work(self, server):
         client = server.client()
         stream = ask(

@@ -298,6 +298,11 @@ class VLLMBackend(BrainPatchBackend):
         if asked:
             _raise_broken(self._driven().rpc("bp_broken", asked), requests, tags, answers)
 
+    async def broken(self, tags: Sequence[str]) -> set[str]:
+        """Which requests that were handed in under these tags had activations that are no numbers (BP509)."""
+        reports = await self._driven().rpc_async("bp_broken", list(tags))
+        return {tag for report in reports for tag in report["broken"]}
+
     def _ask_all(
         self,
         requests: Sequence[Request],

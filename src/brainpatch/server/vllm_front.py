@@ -17,6 +17,8 @@ on that process's event loop. Patches travel with requests, so replicas of the e
 from __future__ import annotations
 
 import logging
+import uuid
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -27,15 +29,22 @@ from brainpatch.backends.vllm_backend import VLLMBackend
 from brainpatch.backends.vllm_plugin import WORKER, Served, served
 from brainpatch.backends.vllm_requests import carry
 from brainpatch.errors import BrainPatchError, CapabilityError, ServerError
-from brainpatch.runtime.meaning import ResolvedSet
 from brainpatch.server import metrics
 from brainpatch.server.access import Access
 from brainpatch.server.asked import FIELD, Asked, asked
-from brainpatch.server.echo import EchoStream, echo_of, into_answer
-from brainpatch.server.http import ClientGone, failure, header, json_object, read_body, refuse, replayed
-from brainpatch.server.models import listed
+from brainpatch.server.echo import echo_of
+from brainpatch.server.http import (
+    ClientGone,
+    header,
+    json_object,
+    maybe_json_object,
+    read_body,
+    refuse,
+    replayed,
+)
 from brainpatch.server.patches_api import PatchesApi, answer_errors, install_at_start
 from brainpatch.server.settings import Settings
+from brainpatch.server.vllm_answers import EchoSend, ModelsSend, Numbers, with_length
 
 _TOKEN_ROUTES: Final = ("/tokenize", "/detokenize")
 """They take a model's name and give nothing that a patch could change."""
@@ -110,6 +119,7 @@ class Front:
         )
         answer_errors(self._patches)
         self._patches.include_router(PatchesApi(self.backend, self.settings).router())
+        self._numbers = Numbers(self.backend)
         self._in_work = 0
         self._stops = False
         shutdown = engine.shutdown
@@ -142,7 +152,7 @@ class Front:
                 await self._patches({**scope, "app": self._patches}, receive, send)
                 return
             if path == "/v1/models" and scope["method"] == "GET":
-                await self._app(scope, receive, _Models(self, send))
+                await self._app(scope, receive, ModelsSend(self.backend, send))
             elif scope["method"] == "POST":
                 await self._post(path, scope, receive, send, notes)
             else:
@@ -173,9 +183,10 @@ class Front:
         body: dict[str, Any] = {}
         wish = Asked(None, None)
         choices, drop_usage = 1, False
-        if (header(scope, b"content-type") or "").partition(";")[0].strip().lower() == "application/json":
+        kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+        if kind != "multipart/form-data":
             data = await read_body(receive, self.settings.max_body_bytes, self.settings.body_seconds)
-            body = json_object(data)
+            body = json_object(data) if kind == "application/json" else maybe_json_object(data)
             wish = asked(body, self._served_names())
             drop_usage = _ask_for_usage(path, body)
             if FIELD in body or drop_usage or wish.by_name:
@@ -183,7 +194,7 @@ class Front:
                 if wish.model is not None:
                     body["model"] = wish.model
                 data = msgspec.json.encode(body)
-                scope = {**scope, "headers": _with_length(scope["headers"], len(data))}
+                scope = {**scope, "headers": with_length(scope["headers"], len(data))}
             receive = replayed(data, receive)
             choices = body["n"] if isinstance(body.get("n"), int) and 0 < body["n"] < 4096 else 1
         patches = self.backend.resolve_patches(wish.patches)
@@ -192,10 +203,16 @@ class Front:
                 "BP502",
                 "beam search gives the engine a longer prompt at each step, so schedules and sites have no meaning",
             )
+        if body.get("background") and not patches.is_empty:
+            raise CapabilityError(
+                "BP502", "nobody could tell whether patches acted in a response in the background"
+            )
         notes |= echo_of(patches)
-        asking = Served(carry(patches))
+        tag = uuid.uuid4().hex
+        asking = Served(carry(patches, tag=tag))
         named = bool(wish.patches) and path not in _TOKEN_ROUTES
-        echo = _Echo(send, patches, asking, choices, drop_usage=drop_usage, named=named)
+        broken = partial(self._numbers.broken, tag)
+        echo = EchoSend(send, patches, asking, broken, choices, drop_usage=drop_usage, named=named)
         token = served.set(asking)
         try:
             await self._app(scope, receive, echo)
@@ -210,110 +227,6 @@ class Front:
         return [*(base.name for base in models.base_model_paths), *getattr(models, "lora_requests", {})]
 
 
-class _Models:
-    """A `send` that adds the names with patches to the answer of /v1/models."""
-
-    def __init__(self, front: Front, send: Send) -> None:
-        self._front, self._send = front, send
-        self._start: Message | None = None
-        self._body = b""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False) or self._start is None:
-            return
-        body = self._body
-        if self._start["status"] == 200:
-            answer = msgspec.json.decode(body)
-            answer["data"] = listed(answer["data"], self._front.backend.installed())
-            body = msgspec.json.encode(answer)
-        await self._send({**self._start, "headers": _with_length(self._start["headers"], len(body))})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-class _Echo:
-    """A `send` that puts into the answer what was applied. An answer that was made without the patches that the
-    client named is thrown away, and an error sent in its place; so the answer's head waits for its first part."""
-
-    def __init__(
-        self, send: Send, patches: ResolvedSet, asking: Served, choices: int, *, drop_usage: bool, named: bool
-    ) -> None:
-        self._send, self._patches, self._asking = send, patches, asking
-        self._choices, self._drop_usage, self._named = choices, drop_usage, named
-        self._head: Message | None = None
-        self._stream: EchoStream | None = None
-        self._body: list[bytes] = []
-        self._changes = False
-        self._refused = False
-        self.usage: dict[str, int] = {}
-
-    async def __call__(self, message: Message) -> None:
-        if self._refused:
-            return
-        if message["type"] == "http.response.start":
-            await self._begin(message)
-        elif not self._changes:
-            await self._send(message)
-        elif self._stream is not None:
-            await self._piece(self._stream, message)
-        else:
-            self._body.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                await self._whole(b"".join(self._body))
-
-    async def _begin(self, message: Message) -> None:
-        kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
-        kind = kinds[0].partition(b";")[0].strip() if kinds and message["status"] == 200 else b""
-        self._changes = kind in (b"application/json", b"text/event-stream")
-        if kind == b"text/event-stream":
-            self._stream = EchoStream(echo_of(self._patches), self._choices, drop_usage=self._drop_usage)
-        if self._changes:
-            self._head = message
-        elif message["status"] != 200 or await self._arrived():
-            await self._send(message)
-
-    async def _piece(self, stream: EchoStream, message: Message) -> None:
-        more = message.get("more_body", False)
-        if self._head is not None:
-            if not await self._arrived():
-                return
-            await self._send(self._head)
-            self._head = None
-        data = stream.feed(message.get("body", b""))
-        if not more:
-            data += stream.end()
-            self.usage = stream.usage
-        if data or not more:
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def _whole(self, body: bytes) -> None:
-        if self._head is None or not await self._arrived():
-            return
-        if self._asking.taken:
-            body, self.usage = into_answer(body, echo_of(self._patches))
-        await self._send({**self._head, "headers": _with_length(self._head["headers"], len(body))})
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def _arrived(self) -> bool:
-        """Whether the patches that the client named were taken to the engine. Where not, that is the answer."""
-        if self._asking.taken:
-            for name in metrics.labels(self._patches):
-                metrics.REQUESTS.labels(name).inc()
-        elif self._named:
-            self._refused = True
-            error = ServerError("BP707", "the answer was not generated by the model's forward pass")
-            metrics.REFUSED.labels(error.code).inc()
-            await failure(error)({"type": "http"}, _nothing, self._send)
-        return not self._refused
-
-
-async def _nothing() -> Message:
-    return {"type": "http.disconnect"}
-
-
 def _ask_for_usage(path: str, body: dict[str, Any]) -> bool:
     """Have a stream say its usage in the end, for the metrics; True when the client did not ask for that."""
     if path not in ("/v1/chat/completions", "/v1/completions") or body.get("stream") is not True:
@@ -326,11 +239,6 @@ def _ask_for_usage(path: str, body: dict[str, Any]) -> bool:
     else:
         return False
     return True
-
-
-def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return [*kept, (b"content-length", str(length).encode())]
 
 
 def _vllm_keys(arguments: Any) -> list[str]:

@@ -19,6 +19,7 @@ from brainpatch.backends.vllm_backend import VLLMBackend
 from brainpatch.runtime import GenerationConfig
 from tests.engines.vllm.material import ARGUMENTS, MODEL_ID, QUESTIONS
 from tests.server.contract import (
+    ADMIN,
     USER,
     Contract,
     Server,
@@ -133,6 +134,32 @@ def test_a_patch_that_does_not_fit_ends_an_own_vllm_command(slot, model_folder, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "BP302" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_change_reaches_every_replica(slot, model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    slot.release()
+    more = ["--max-model-len", "512", "--data-parallel-size", "2"]
+    server = start(tmp_path, model_folder, ["--backend", "vllm"], more)
+    try:
+        with server.http(ADMIN) as admin:
+            assert admin.patch("/brainpatch/patches/sea", json={"enabled": True}).status_code == 200
+        wanted = text(ask(server.client(), "smol+sea"))
+        found: list[str] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(text(ask(server.client(), "smol"))))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [wanted] * 8
+        assert text(ask(server.client(), "smol+")) != wanted
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow
