@@ -169,6 +169,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             samples += measure_round(options, running, turn)
             versions = running["patched" if "patched" in running else "plain"].versions
             idle_cpu = {role: round(engine.idle_cpu, 3) for role, engine in running.items()}
+        if not options.arms:
+            break
     return {
         "kind": plugin,
         "acts": acts,

@@ -281,7 +281,9 @@ def _share(stats: Any, package: str) -> str:
     for (file, _, name), (_, _, own, _, callers) in stats.stats.items():
         if file.startswith(home):
             mine[name] = mine.get(name, 0.0) + own
-        elif "/vllm/" not in file and "/torch/nn/" not in file:
+        elif not any(
+            part in file for part in ("/vllm/", "/torch/nn/", "contextlib")
+        ):  # they lead to the model
             for (caller_file, _, caller), (_, _, _, cumulative) in callers.items():
                 if caller_file.startswith(home):
                     mine[caller] = mine.get(caller, 0.0) + cumulative

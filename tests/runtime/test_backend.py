@@ -183,6 +183,36 @@ def test_a_request_is_the_snapshot_of_its_moment(backend):
     assert first.digest != second.digest
 
 
+def test_several_changes_are_one(backend):
+    backend.install_patch(patch(max_abs_strength=2.0))
+    before = backend.patches["formal"]
+    for bad, code in (
+        ({"strength": 1.5, "enabled": "x"}, "BP403"),
+        ({"strength": float("nan"), "enabled": False}, "BP402"),
+        ({"enabled": False, "schedule": {"0": "x"}}, "BP114"),
+        ({"strength": 1.5, "speed": 1}, "BP403"),
+        ({}, "BP403"),
+    ):
+        with pytest.raises(RequestError) as error:
+            backend.change_patch("formal", **bad)
+        assert error.value.code == code
+        assert backend.patches["formal"] is before
+        assert (before.strength, before.enabled, before.schedule) == (1.0, True, None)
+    changed = backend.change_patch("formal", strength=9, enabled=False, schedule={"0": 1, "3": 0})
+    assert (changed.strength, changed.enabled, changed.schedule.strength_at(3)) == (2.0, False, 0.0)
+    assert (before.strength, before.enabled, before.schedule) == (1.0, True, None)  # whoever reads it now
+    assert backend.change_patch("formal", schedule=None).schedule is None
+    with pytest.raises(UnknownPatchError):
+        backend.change_patch("nobody", strength=1)
+
+
+def test_a_server_is_not_warned_of_what_clients_ask(backend, recwarn):
+    backend.install_patch(patch(max_abs_strength=2.0))
+    backend.warns_of_requests = False
+    assert backend.resolve_patches({"formal": 9}).patches[0].strength == 2.0
+    assert not recwarn
+
+
 def test_what_is_known_of_a_set_serves_later_requests_until_something_changes(backend):
     backend.install_patch(patch())
     first = backend.resolve_patches({"formal": 0.5})

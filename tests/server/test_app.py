@@ -63,6 +63,12 @@ def test_full_is_429():
         assert small.post("/v1/chat/completions", json={**TALK, "n": 2}).status_code == 200
 
 
+def test_what_a_request_fans_out_to_is_bounded_before_it_is_made():
+    with client_of(max_requests=8) as small:
+        answer = small.post("/v1/completions", json={"prompt": [[1]] * 5, "n": 2})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "BP705")
+
+
 def test_one_model_is_found_by_any_of_its_names(client):
     assert client.get("/v1/models/m+formal@0.5").json()["brainpatch"] == {"patches": {"formal": 0.5}}
     assert client.get("/v1/models/m+nobody").status_code == 404

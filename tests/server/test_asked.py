@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,16 @@ def test_what_is_refused(body, code):
     with pytest.raises(BrainPatchError) as error:
         asked(body, SERVED)
     assert error.value.code == code
+
+
+def test_long_names_and_many_fields_cost_nothing():
+    started = time.monotonic()
+    for body in ({"model": "m" * 10**7}, {"model": "m", "brainpatch": {"n" * 10**7: 1}}):
+        with pytest.raises(BrainPatchError) as error:
+            asked(body, SERVED)
+        assert len(str(error.value)) < 1000
+    asked({"model": "m", **{f"name{i:06}": 1 for i in range(10**5)}}, SERVED)
+    assert time.monotonic() - started < 5
 
 
 def test_an_unknown_model_names_what_is_near():

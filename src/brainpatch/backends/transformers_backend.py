@@ -234,6 +234,7 @@ class TransformersBackend(BrainPatchBackend):
             fits = (
                 last is not None
                 and len(batches[-1]) < self.max_batch_size
+                and self._has_room([requests[j] for j in batches[-1]], requests[i])
                 and last.config.extra == requests[i].config.extra
                 and (self._ready().can_be_padded or len(last.prompt_ids) == len(requests[i].prompt_ids))
             )
@@ -242,6 +243,13 @@ class TransformersBackend(BrainPatchBackend):
             else:
                 batches.append([i])
         return batches
+
+    def _has_room(self, batch: Sequence[Request], more: Request) -> bool:
+        """Whether the longest prompt and the longest answer fit into the model together: a row that is finished goes on
+        until the last one is."""
+        context, rows = self._ready().context, [*batch, more]
+        longest = max(len(row.prompt_ids) for row in rows)
+        return context is None or longest + max(row.config.max_new_tokens for row in rows) <= context
 
     def _batch(
         self,

@@ -167,12 +167,24 @@ def model_config(arguments: Mapping[str, Any]) -> Any:
     _vllm()
     from vllm.engine.arg_utils import EngineArgs
 
+    return _model_config(lambda: EngineArgs(**arguments), arguments["model"])
+
+
+def _model_config(arguments: Callable[[], Any], model: str) -> Any:
     try:
-        return EngineArgs(**arguments).create_model_config()
+        return arguments().create_model_config()
     except BrainPatchError:
         raise
     except Exception as error:
-        raise EngineError("BP507", f"vLLM could not load {arguments['model']}: {_reason(error)}") from None
+        raise EngineError("BP507", f"vLLM could not load {model}: {_reason(error)}") from None
+
+
+def served_model_config(arguments: Any) -> Any:
+    """As `model_config`, for the parsed command line of vLLM's server."""
+    _vllm()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return _model_config(lambda: AsyncEngineArgs.from_cli_args(arguments), arguments.model)
 
 
 def descriptor(config: Any, model_id: str, revision: str | None = None) -> ModelDescriptor:

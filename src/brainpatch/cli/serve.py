@@ -84,6 +84,10 @@ def serve(
         there = {state.name for state in available_backends() if state.available}
         engine = "vllm" if "vllm" in there else "auto"
     if engine == "vllm":
+        if device != "auto":
+            raise RequestError(
+                "BP404", "--device: a vLLM build runs on the one kind of device that it was made for"
+            )
         at_hand = [one for one, _ in wanted if isinstance(one, LoadedPatch)]
         launch.serve_vllm(model, settings, place, dtype=dtype, patches=at_hand, more=context.args)
         return

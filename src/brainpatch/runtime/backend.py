@@ -7,6 +7,7 @@ is held for the change or for taking a snapshot and never over generation. A req
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -48,6 +49,8 @@ class BrainPatchBackend(ABC):
         self.compatibility_mode = "strict"
         self.max_batch_size = 1
         """How many requests share one forward pass, at most."""
+        self.warns_of_requests = True
+        """Whether a strength of a request's that is clamped is a warning. On a server the answer says it."""
         self._patches_lock = threading.Lock()
         self._known: dict[Any, ResolvedSet] = {}
         """Sets that were asked for lately: what is computed of a set once serves its later requests, too."""
@@ -179,6 +182,37 @@ class BrainPatchBackend(ABC):
         with self._patches_lock:
             self.patches.pop(name, None)
         self._on_patches_changed()
+
+    def change_patch(self, name: str, **changes: Any) -> ActivePatch:
+        """Several changes at once: some of `strength`, `enabled`, `schedule`. A request sees all of them or none.
+
+        Errors: those of the three setters, before anything changes; RequestError (BP403) for no or other keys.
+        """
+        unknown = sorted(set(changes) - {"strength", "enabled", "schedule"})
+        if unknown or not changes:
+            what = f"the unknown key {unknown[0]!r}" if unknown else "nothing"
+            raise RequestError("BP403", f"the change has {what}", "Give some of strength, enabled, schedule.")
+        if not isinstance(changes.get("enabled", True), bool):
+            raise RequestError("BP403", "enabled is not true or false")
+        active = self._active(name)
+        changed = copy.copy(active)
+        if "strength" in changes:
+            changed.strength = active.manifest.clamp_strength(
+                finite_strength(changes["strength"], "strength")
+            )
+        if "schedule" in changes:
+            given = changes["schedule"]
+            if given is not None:
+                self.capabilities().require("dynamic_schedule")
+            changed.schedule = None if given is None else request_schedule(given, "schedule")
+        changed.enabled = changes.get("enabled", active.enabled)
+        self._before_patches_change()
+        with self._patches_lock:
+            if name not in self.patches:
+                raise unknown_patch(name, self.patches)
+            self.patches[name] = changed
+        self._on_patches_changed()
+        return changed
 
     def set_enabled(self, name: str, enabled: bool) -> None:
         """Switch an installed patch on or off for requests that name no patches."""
@@ -387,7 +421,7 @@ class BrainPatchBackend(ABC):
     def _resolve(self, patches: Patches, installed: Mapping[str, ActivePatch]) -> ResolvedSet:
         """What a request's `patches` mean on this engine, which may refuse it."""
         self.describe_model()
-        resolved = resolve(patches, installed, warn=self._warn)
+        resolved = resolve(patches, installed, warn=self._warn if self.warns_of_requests else _silent)
         self._check_patches(resolved)
         key = tuple((one.name, one.strength, one.schedule, id(one.interventions)) for one in resolved.patches)
         if key not in self._known and len(self._known) >= _KNOWN_SETS:
@@ -440,3 +474,7 @@ def _singles(config: GenerationConfig) -> list[GenerationConfig]:
     return [
         replace(config, n=1, seed=None if config.seed is None else config.seed + i) for i in range(config.n)
     ]
+
+
+def _silent(_: str) -> None:
+    """No warning."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from brainpatch.errors import PatchFormatError, RequestError, UnknownPatchError
 from brainpatch.patch.file import LoadedPatch
 from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.patch.text import visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -397,6 +398,6 @@ def resolve(
 
 def unknown_patch(name: Any, installed: Mapping[str, ActivePatch]) -> UnknownPatchError:
     """The error for a name that is not installed; it says what is near it, or what there is."""
-    near = get_close_matches(str(name), list(installed), n=3)
+    near = get_close_matches(str(name)[:128], list(installed), n=3)
     there = f"near it: {', '.join(near)}" if near else f"installed: {', '.join(installed) or 'none'}"
-    return UnknownPatchError("BP401", f"{name!r} is not installed on this model; {there}")
+    return UnknownPatchError("BP401", f"{visible(repr(name), 80)} is not installed on this model; {there}")

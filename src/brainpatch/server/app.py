@@ -34,6 +34,8 @@ from brainpatch.server.patches_api import PatchesApi, answer_errors, install_at_
 from brainpatch.server.protocol import ChatBody, TextBody
 from brainpatch.server.settings import Settings
 
+_MAX_TEXT_BYTES: Final = 4 << 20
+"""A body here is text alone."""
 _UPLOADS: Final = "/brainpatch/patches"
 """Reads its body itself."""
 _NOTES: Final = "brainpatch_notes"
@@ -153,11 +155,15 @@ class _App:
         wish = asked(body.for_reading(), [self.name])
         body.refuse_what_is_not_done(self.backend.name)
         config = body.config()
+        prompts = body.prompts()
+        if len(prompts) * config.n > self.settings.max_requests:
+            raise ServerError("BP705", f"{len(prompts) * config.n} answers in one request")
         requests = await asyncio.to_thread(
-            self.backend.requests, body.prompts(), config, patches=wish.patches, use_chat_template=chat
+            self.backend.requests, prompts, config, patches=wish.patches, use_chat_template=chat
         )
         patches = requests[0].patches
-        client = request.headers.get("authorization") or (request.client.host if request.client else "")
+        address = request.client.host if request.client else ""
+        client = self.settings.client(request.headers.get("authorization"), address)
         job = Job(requests, client)
         self.batcher.submit(job)
         for name in metrics.labels(patches):
@@ -187,7 +193,7 @@ class _App:
                 task.cancel()
         usage = usage_of(answers, n)
         _count(patches, usage)
-        return shape.whole(answers, usage)
+        return await asyncio.to_thread(shape.whole, answers, usage)
 
     async def _events(
         self, job: Job, shape: Shape, patches: ResolvedSet, n: int, include_usage: bool
@@ -277,7 +283,9 @@ class _Bounded:
         try:
             self._settings.check_key(method, path, header(scope, b"authorization"))
             if method not in ("GET", "HEAD", "OPTIONS") and path != _UPLOADS:
-                body = await read_body(receive, self._settings.max_body_bytes, self._settings.body_seconds)
+                body = await read_body(
+                    receive, min(_MAX_TEXT_BYTES, self._settings.max_body_bytes), self._settings.body_seconds
+                )
                 receive = replayed(body, receive)
             await self._app(scope, receive, send)
         except ClientGone:

@@ -6,6 +6,7 @@ stands. The field `brainpatch` is a request's mapping of patches (`runtime.meani
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +17,8 @@ from brainpatch.patch.text import visible
 
 FIELD: Final = "brainpatch"
 SEPARATOR: Final = "+"
+_LONGEST: Final = 1024
+"""Characters of a name; looking for near ones in longer texts takes time."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ def asked(body: Mapping[str, Any], served: Collection[str]) -> Asked:
     field = body.get(FIELD)
     if field is not None and not isinstance(field, Mapping):
         raise RequestError("BP403", f"{FIELD} is {_kind(field)}, not a mapping of names to strengths")
+    if isinstance(model, str) and len(model) > _LONGEST:
+        raise ServerError("BP702", f"a name of {len(model)} characters is not served here")
+    if isinstance(field, Mapping) and any(len(name) > _LONGEST for name in field if isinstance(name, str)):
+        raise RequestError("BP403", f"a patch's name is longer than {_LONGEST} characters")
     if model is None:
         return Asked(None, field)
     if not isinstance(model, str):
@@ -73,7 +80,8 @@ def named_patches(rest: str) -> dict[str, Any] | None:
 
 def _refuse_misspelt(body: Mapping[str, Any]) -> None:
     """A server that ignores what it does not know would answer without patches, and nobody would notice."""
-    near = [name for name in body if name != FIELD and get_close_matches(name.lower(), [FIELD], cutoff=0.8)]
+    like = [name for name in itertools.islice(body, 256) if 7 < len(name) < 14 and name != FIELD]
+    near = [name for name in like if get_close_matches(name.lower(), [FIELD], cutoff=0.8)]
     inner = body.get("extra_body")
     if isinstance(inner, Mapping) and FIELD in inner:
         near.append("extra_body")

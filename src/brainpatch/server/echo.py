@@ -95,7 +95,8 @@ class EchoStream:
             return event
         if not data or not isinstance(content, dict):
             return event
-        usage = usage_of(content) or usage_of(content.get("response") or {})
+        inner = content.get("response")
+        usage = usage_of(content) or (usage_of(inner) if isinstance(inner, dict) else {})
         self.usage |= usage
         choices = content.get("choices")
         if isinstance(choices, list):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from brainpatch.errors import CapabilityError, RequestError
+from brainpatch.server.logs import log_to_stderr
 from brainpatch.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _OURS: Final = (
     "--shutdown-timeout",
 )
 """Options of vLLM's that `brainpatch serve` sets itself."""
+_AROUND: Final = ("--grpc", "--headless")
 _LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
@@ -57,25 +59,52 @@ def serve_vllm(
     `patches` are those of `settings` that are at hand, and are checked against the model's config before the engine
     is loaded. Errors: CapabilityError (BP502), BackendNotAvailable, EngineError, PatchCompatibilityError.
     """
-    from brainpatch.backends.vllm_engine import cache_arguments, descriptor, model_config, runs_on_cpu
-    from brainpatch.backends.vllm_plugin import WORKER
+    from brainpatch.backends.vllm_engine import descriptor, served_model_config
     from brainpatch.patch.compatibility import check_compatibility
 
+    _refuse_words(more)
+    log_to_stderr()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    words = _vllm_words(model, settings, place, dtype, more)
+    with _as_vllm(words):
+        command, arguments = _parsed(words)
+        known = descriptor(served_model_config(arguments), settings.model_id or model, arguments.revision)
+        for patch in patches:
+            check_compatibility(patch.manifest, known, mode=settings.compatibility_mode).raise_if_failed()
+        for name, value in settings.to_environment().items():
+            if value:
+                os.environ[name] = value
+            else:  # what is left over from elsewhere says nothing here
+                os.environ.pop(name, None)
+        command.cmd(arguments)
+
+
+def _refuse_words(more: Sequence[str]) -> None:
     for word in more:
-        name = word.partition("=")[0]
-        if name.replace("_", "-") in _OURS:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _OURS:
             raise CapabilityError("BP502", f"{name} is set by brainpatch serve", "Give it before the --.")
-    _log_to_stderr()
-    config = model_config({"model": model, "dtype": dtype, "worker_cls": WORKER})
-    known = descriptor(config, settings.model_id or model)
-    for patch in patches:
-        check_compatibility(patch.manifest, known, mode=settings.compatibility_mode).raise_if_failed()
+        if name in _AROUND:
+            raise CapabilityError("BP502", f"{name}: no HTTP server of vLLM's would see the patches")
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise CapabilityError(
+            "BP502", "VLLM_USE_RUST_FRONTEND: that front knows no middleware, so no patches"
+        )
+
+
+def _vllm_words(model: str, settings: Settings, place: Place, dtype: str, more: Sequence[str]) -> list[str]:
+    """vLLM's command line."""
+    from brainpatch.backends.vllm_engine import cache_arguments, runs_on_cpu
+    from brainpatch.backends.vllm_plugin import WORKER
+
     words = [model, "--host", place.host, "--port", str(place.port), "--dtype", dtype]
     words += ["--worker-cls", WORKER, "--middleware", MIDDLEWARE]
     words += ["--shutdown-timeout", str(place.drain_seconds)]
     if settings.served_model_name:
         words += ["--served-model-name", settings.served_model_name]
-    if settings.api_keys:
+    if len(settings.api_keys) == 1:
+        os.environ["VLLM_API_KEY"] = settings.api_keys[0]  # some versions print their arguments
+    elif settings.api_keys:
         words += ["--api-key", *settings.api_keys]
     given = {word.partition("=")[0].replace("_", "-") for word in more}
     if settings.admin_key is not None and "--api-server-count" not in given:
@@ -85,26 +114,31 @@ def serve_vllm(
             words.append("--enforce-eager")  # compiling takes minutes
         for name, value in ({} if "--kv-cache-memory-bytes" in given else cache_arguments({})).items():
             words += [f"--{name.replace('_', '-')}", str(value)]
-    os.environ.update({name: value for name, value in settings.to_environment().items() if value})
-    _run_vllm([*words, *more])
+    return [*words, *more]
 
 
-def _run_vllm(words: Sequence[str]) -> None:
-    """What `vllm serve` does, which the distribution's name keeps from being there on every build."""
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+@contextlib.contextmanager
+def _as_vllm(words: Sequence[str]) -> Iterator[None]:
+    """vLLM looks at the command line in places."""
+    argv, sys.argv = sys.argv, ["vllm", "serve", *words]
+    try:
+        yield
+    finally:
+        sys.argv = argv
+
+
+def _parsed(words: Sequence[str]) -> tuple[Any, Any]:
+    """vLLM's command `serve` and its arguments. The program `vllm` itself is not there on every build."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="brainpatch serve ... --")
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    argv, sys.argv = sys.argv, ["vllm", "serve", *words]  # vLLM looks at it in places
-    try:
-        arguments = parser.parse_args(["serve", *words])
-        command.validate(arguments)
-        command.cmd(arguments)
-    finally:
-        sys.argv = argv
+    arguments = parser.parse_args(["serve", *words])
+    command.validate(arguments)
+    arguments.model = arguments.model_tag
+    return command, arguments
 
 
 def serve_own(model: Any, settings: Settings, place: Place) -> None:
@@ -114,7 +148,7 @@ def serve_own(model: Any, settings: Settings, place: Place) -> None:
 
     if not model.capabilities().server:
         raise CapabilityError("BP502", f"{model.backend.name} cannot be served")
-    _log_to_stderr()
+    log_to_stderr()
     run(
         build_app(model, settings.served_model_name, settings=settings),
         place.host,
@@ -130,13 +164,3 @@ def check_place(settings: Settings, place: Place) -> str | None:
     if place.is_local or settings.api_keys:
         return None
     return f"{place.host} can be reached from elsewhere and no --api-key is set: anybody may use the model"
-
-
-def _log_to_stderr() -> None:
-    """Lines of our own logs, the audit's too, where nobody configured logging."""
-    log = logging.getLogger("brainpatch")
-    if not log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)

@@ -26,7 +26,7 @@ from brainpatch.patch.file import load_patch_bytes
 from brainpatch.patch.limits import MAX_ARCHIVE_BYTES, MIB
 from brainpatch.patch.names import split_strength
 from brainpatch.runtime.backend import BrainPatchBackend
-from brainpatch.runtime.meaning import ActivePatch, finite_strength, request_schedule, unknown_patch
+from brainpatch.runtime.meaning import ActivePatch, finite_strength, unknown_patch
 from brainpatch.runtime.model import BrainPatchedModel
 from brainpatch.server.http import failure, read_body
 from brainpatch.server.settings import Settings
@@ -131,27 +131,9 @@ class PatchesApi:
         ],
     ) -> dict[str, Any]:
         """Change an installed patch; all of what is asked, or nothing."""
-        unknown = sorted(set(changes) - {"strength", "enabled", "schedule"})
-        if unknown or not changes:
-            what = f"the unknown key {unknown[0]!r}" if unknown else "nothing"
-            raise RequestError("BP403", f"the change has {what}", "Give some of strength, enabled, schedule.")
         with self._changes:
-            active = self._active(name)
-            if "strength" in changes:
-                finite_strength(changes["strength"], "strength")
-            if not isinstance(changes.get("enabled", True), bool):
-                raise RequestError("BP403", "enabled is not true or false")
-            if changes.get("schedule") is not None:
-                self._backend.capabilities().require("dynamic_schedule")
-                request_schedule(changes["schedule"], "schedule")
-            before = described(active)
-            if "strength" in changes:
-                self._backend.set_strength(name, changes["strength"])
-            if "schedule" in changes:
-                self._backend.set_schedule(name, changes["schedule"])
-            if "enabled" in changes:
-                self._backend.set_enabled(name, changes["enabled"])
-            after = described(active)
+            before = described(self._active(name))
+            after = described(self._backend.change_patch(name, **changes))
             moved = {key: [before[key], after[key]] for key in changes}
             self._say(request, "change", name, changes=moved)
             return after
@@ -239,6 +221,7 @@ def answer_errors(app: FastAPI) -> None:
 
 def install_at_start(backend: BrainPatchBackend, settings: Settings) -> None:
     """Put the operator's patches on the model. Errors: those of finding, reading and installing a patch."""
+    backend.warns_of_requests = False
     model = BrainPatchedModel(backend)
     model.compatibility_mode = settings.compatibility_mode
     for text in settings.patches:

@@ -45,7 +45,10 @@ async def _serve(server: uvicorn.Server, app: Any) -> None:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        try:
+            loop.add_signal_handler(number, stop)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
     await server.serve()
     if not server.started:
         raise SystemExit(1)

@@ -25,7 +25,7 @@ ENVIRONMENT: Final = {
 MAX_BODY_BYTES: Final = 32 << 20
 """A request's body; images in messages make it large."""
 _GUARDED: Final = ("/v1", "/v2", "/inference", "/cohere")
-"""Where users' keys are asked for, as vLLM does."""
+"""Where users' keys are asked for, as vLLM does; and beyond that for whatever may be work."""
 BODY_SECONDS: Final = 60.0
 """How long a client may take to send a body."""
 
@@ -70,10 +70,18 @@ class Settings:
                 raise ServerError("BP709", "there is no such route")
             if not _matches(authorization, (_digest(self.admin_key),)):
                 raise ServerError("BP701", "this route needs the admin key")
-        elif self.api_keys and method != "OPTIONS" and (ours or path.startswith(_GUARDED)):
+        elif (
+            self.api_keys
+            and method != "OPTIONS"
+            and (ours or path.startswith(_GUARDED) or _works(method, path))
+        ):
             admin = (_digest(self.admin_key),) if ours and self.admin_key is not None else ()
             if not _matches(authorization, (*self._digests, *admin)):
                 raise ServerError("BP701", "the request has no valid API key")
+
+    def client(self, authorization: str | None, address: str) -> str:
+        """Who asks, for turns: by key where keys are asked for, else by address."""
+        return (authorization or "").partition(" ")[2].strip() if self.api_keys else address
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads; keys of users go another way, as vLLM's own."""
@@ -108,6 +116,11 @@ class Settings:
             max_requests=max_requests,
             **more,  # type: ignore[arg-type]
         )
+
+
+def _works(method: str, path: str) -> bool:
+    """Whether a request outside the guarded paths may be work for the engine, too."""
+    return method not in ("GET", "HEAD") and path != "/ping"
 
 
 def _digest(key: str) -> bytes:

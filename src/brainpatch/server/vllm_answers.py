@@ -20,6 +20,8 @@ from brainpatch.server.http import failure
 from brainpatch.server.models import listed
 
 _DONE: Final = b"data: [DONE]"
+_SECONDS: Final = 30.0
+"""How long the workers may take to answer; an engine that died never does."""
 
 
 def with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
@@ -48,7 +50,7 @@ class Numbers:
         while self._waiting:
             waiting, self._waiting = self._waiting, {}
             try:
-                found = await self._backend.broken(list(waiting))
+                found = await asyncio.wait_for(self._backend.broken(list(waiting)), _SECONDS)
             except Exception as error:
                 for one in waiting.values():
                     if not one.done():
@@ -145,7 +147,7 @@ class EchoSend:
         if not more:
             data += stream.end()
             self.usage = stream.usage
-        if not self._checked and (not more or _DONE in data):
+        if not self._checked and (not more or data.startswith(_DONE) or b"\n\n" + _DONE in data):
             self._checked = True
             error = await self._error()
             if error is not None:
@@ -162,6 +164,9 @@ class EchoSend:
                 await self._refuse(error)
                 return
             body, self.usage = into_answer(body, echo_of(self._patches))
+        elif not self._patches.is_empty and b'"choices"' in body:  # those that are on by default
+            await self._refuse(ServerError("BP707", "vLLM lost the patches on the way to its engine"))
+            return
         await self._send({**self._head, "headers": with_length(self._head["headers"], len(body))})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -178,8 +183,15 @@ class EchoSend:
 
     async def _error(self) -> EngineError | None:
         """Why a patched answer is none: what its numbers became."""
-        if self._patches.is_empty or not await self._broken():
+        if self._patches.is_empty:
             return None
+        try:
+            if not await self._broken():
+                return None
+        except Exception as error:
+            return EngineError(
+                "BP508", f"the workers could not be asked about the answer: {type(error).__name__}"
+            )
         return EngineError(
             "BP509", f"NaN or infinite activations with the patches {self._patches.to_mapping()}"
         )

@@ -16,7 +16,9 @@ on that process's event loop. Patches travel with requests, so replicas of the e
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 import uuid
 from functools import partial
 from typing import Any, Final
@@ -42,6 +44,7 @@ from brainpatch.server.http import (
     refuse,
     replayed,
 )
+from brainpatch.server.logs import log_to_stderr
 from brainpatch.server.patches_api import PatchesApi, answer_errors, install_at_start
 from brainpatch.server.settings import Settings
 from brainpatch.server.vllm_answers import EchoSend, ModelsSend, Numbers, with_length
@@ -63,8 +66,11 @@ class BrainPatchMiddleware:
         """ASGI."""
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
-        elif scope["type"] == "http" and self._front is not None and _MARK not in scope:
-            await self._front({**scope, _MARK: True}, receive, send)
+        elif scope["type"] == "http" and _MARK not in scope:
+            if self._front is None:
+                await refuse(ServerError("BP706", "the server has not started"), scope, receive, send)
+            else:
+                await self._front({**scope, _MARK: True}, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -74,8 +80,8 @@ class BrainPatchMiddleware:
         if scope.get(_MARK) is None:
             try:
                 self._front = Front(self._app, scope["app"].state)
-            except BrainPatchError as error:
-                _log.error("%s", error)
+            except Exception as error:  # a server would start without patches, and look healthy
+                _log.error("%s", error, exc_info=None if isinstance(error, BrainPatchError) else error)
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 raise SystemExit(1) from None  # or the process would end as if all were well
 
@@ -100,6 +106,7 @@ class Front:
                 f"the server was started with worker_cls={config.parallel_config.worker_cls!r}",
                 f"Add --worker-cls {WORKER}.",
             )
+        log_to_stderr()
         self._app = app
         self._state = state
         self.settings = Settings.from_environment(api_keys=_vllm_keys(arguments))
@@ -122,14 +129,22 @@ class Front:
         self._numbers = Numbers(self.backend)
         self._in_work = 0
         self._stops = False
-        shutdown = engine.shutdown
+        self._shutdown = engine.shutdown
+        engine.shutdown = self._told_to_stop
 
-        def told_to_stop(*arguments: Any, **named: Any) -> Any:
-            """The first that vLLM's server does on SIGTERM; from then on its answers would be errors of all kinds."""
-            self._stops = True
-            return shutdown(*arguments, **named)
+    def _told_to_stop(self, timeout: float | None = None) -> Any:
+        """In place of the engine's `shutdown`, the first that vLLM's server calls on SIGTERM, in a thread.
 
-        engine.shutdown = told_to_stop
+        From its call on, the engine takes no new request and answers no question, and the end of a patched answer is a
+        question. So what runs is waited for here, in the time that there is.
+        """
+        first, self._stops = not self._stops, True
+        until = time.monotonic() + (timeout or 0)
+        if first and not _on_a_loop():
+            while self._in_work and time.monotonic() < until:
+                time.sleep(0.05)
+        left = None if timeout is None else max(0.0, until - time.monotonic())
+        return self._shutdown(timeout=left)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI, for HTTP."""
@@ -167,36 +182,40 @@ class Front:
     async def _post(
         self, path: str, scope: Scope, receive: Receive, send: Send, notes: dict[str, Any]
     ) -> None:
+        body = await read_body(receive, self.settings.max_body_bytes, self.settings.body_seconds)
         if self._in_work >= self.settings.max_requests:
             raise ServerError("BP705", f"{self._in_work} requests are in work or waiting")
         self._in_work += 1
         metrics.IN_WORK.inc()
         try:
-            await self._answer(path, scope, receive, send, notes)
+            await self._answer(path, scope, body, receive, send, notes)
         finally:
             self._in_work -= 1
             metrics.IN_WORK.dec()
 
     async def _answer(
-        self, path: str, scope: Scope, receive: Receive, send: Send, notes: dict[str, Any]
+        self, path: str, scope: Scope, data: bytes, receive: Receive, send: Send, notes: dict[str, Any]
     ) -> None:
         body: dict[str, Any] = {}
         wish = Asked(None, None)
         choices, drop_usage = 1, False
         kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
-        if kind != "multipart/form-data":
-            data = await read_body(receive, self.settings.max_body_bytes, self.settings.body_seconds)
+        if kind == "multipart/form-data":
+            if b'name="brainpatch"' in data:
+                raise ServerError("BP707", "a form takes no patches")
+        else:
             body = json_object(data) if kind == "application/json" else maybe_json_object(data)
             wish = asked(body, self._served_names())
-            drop_usage = _ask_for_usage(path, body)
+            forced = bool(getattr(self._state.args, "enable_force_include_usage", False))
+            drop_usage = not forced and _ask_for_usage(path, body)
             if FIELD in body or drop_usage or wish.by_name:
                 body.pop(FIELD, None)
                 if wish.model is not None:
                     body["model"] = wish.model
                 data = msgspec.json.encode(body)
                 scope = {**scope, "headers": with_length(scope["headers"], len(data))}
-            receive = replayed(data, receive)
-            choices = body["n"] if isinstance(body.get("n"), int) and 0 < body["n"] < 4096 else 1
+            choices = _choices(body)
+        receive = replayed(data, receive)
         patches = self.backend.resolve_patches(wish.patches)
         if patches.depends_on_position and body.get("use_beam_search"):
             raise CapabilityError(
@@ -236,7 +255,23 @@ def _ask_for_usage(path: str, body: dict[str, Any]) -> bool:
         body["stream_options"] = {"include_usage": True}
     elif isinstance(options, dict) and not options.get("include_usage"):
         options["include_usage"] = True
+        options.pop("continuous_usage_stats", None)
     else:
+        return False
+    return True
+
+
+def _choices(body: dict[str, Any]) -> int:
+    """How many choices an answer has."""
+    n, prompt = body.get("n"), body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return min(4096, (n if isinstance(n, int) and n > 0 else 1) * prompts)
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
         return False
     return True
 

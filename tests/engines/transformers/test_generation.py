@@ -216,6 +216,14 @@ def test_a_long_batch_is_cut_and_keeps_its_order(backend, monkeypatch):
     assert answers == [backend.generate(prompt, config(max_new_tokens=4)) for prompt in prompts]
 
 
+def test_a_batch_leaves_room_for_its_longest_prompt_and_its_longest_answer(backend):
+    context = backend._context_length()
+    install = backend.requests(["Hi"], config(max_new_tokens=context - 40))
+    long = backend.requests(["please " * 200], config(max_new_tokens=4))
+    assert len(backend._batches([*install, *install])) == 1
+    assert len(backend._batches([*install, *long])) == 2
+
+
 def test_logits_that_are_not_finite_are_an_error_that_names_the_strength(backend):
     huge = patch("huge", norm=1024.0 * 24, vectors={"v15": [1e37] * 576})
     backend.install_patch(huge, enabled=False)
