@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
+from brainpatch.backends.answers import Answer
+from brainpatch.backends.batch_backend import BatchBackend
 from brainpatch.backends.prompts import prompt_ids
 from brainpatch.backends.transformers_edits import Edits, Row
 from brainpatch.backends.transformers_loading import Loaded, load, refuse_compiled
-from brainpatch.backends.transformers_sampling import Answer, Sampler
+from brainpatch.backends.transformers_sampling import Sampler
 from brainpatch.errors import BrainPatchError, EngineError, RequestError
 from brainpatch.patch.compatibility import ModelDescriptor
-from brainpatch.runtime.backend import BrainPatchBackend, Patches
+from brainpatch.runtime.backend import Patches
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.requests import Generation, Listener, Prompt, Request, TraceRow
@@ -29,7 +29,7 @@ _EXTRA = {"use_cache": (True, False), "cache_implementation": ("dynamic", "stati
 """What `GenerationConfig.extra` may say here, and with which values."""
 
 
-class TransformersBackend(BrainPatchBackend):
+class TransformersBackend(BatchBackend):
     """Transformers.
 
     `last_trace` lists (generated-token index, norm of the edit) for each forward pass of the last call's
@@ -198,14 +198,6 @@ class TransformersBackend(BrainPatchBackend):
             if value not in _EXTRA[key]:
                 raise RequestError("BP404", f"extra[{key!r}] is one of {_EXTRA[key]}, not {value!r}")
 
-    def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        results = self.run_batch(requests, None)
-        failed = next((one for one in results if isinstance(one, EngineError)), None)
-        if failed is not None:
-            failed.answers = [None if isinstance(one, BrainPatchError) else one for one in results]
-            raise failed
-        return [one for one in results if isinstance(one, Generation)]
-
     def run_batch(
         self, requests: Sequence[Request], listeners: Sequence[Listener] | None
     ) -> list[Generation | BrainPatchError]:
@@ -215,8 +207,11 @@ class TransformersBackend(BrainPatchBackend):
             heard = None if listeners is None else [listeners[i] for i in batch]
             answers = self._batch([requests[i] for i in batch], heard)
             for number, answer in zip(batch, answers, strict=True):
-                results[number] = answer.error or _generation(answer)
+                results[number] = answer.error or answer.generation()
         return [results[number] for number in range(len(requests))]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """What each token reads by itself."""
@@ -278,7 +273,7 @@ class TransformersBackend(BrainPatchBackend):
         edits = Edits(loaded.blocks, rows, width)
         heard: Sequence[Listener | None] = listeners or [None] * len(requests)
         answers = [
-            Answer(request, loaded.tokenizer, loaded.end_ids, listener)
+            Answer(request, self._decode, loaded.end_ids, listener)
             for request, listener in zip(requests, heard, strict=True)
         ]
         sampler = Sampler(answers, edits)
@@ -311,53 +306,6 @@ class TransformersBackend(BrainPatchBackend):
         if answer.error is not None:
             raise answer.error
         return [kept[0].trace[key] for key in sorted(kept[0].trace)]
-
-    def _run_stream(self, request: Request) -> Iterator[str]:
-        """The answer's pieces, generated in a thread that ends when this iterator is closed."""
-        listener = _Pieces()
-
-        def work() -> None:
-            try:
-                (result,) = self.run_batch([request], [listener])
-                listener.heard.put(result if isinstance(result, BrainPatchError) else None)
-            except BaseException as error:  # everything goes to the consumer, who is in another thread
-                listener.heard.put(error)
-
-        thread = threading.Thread(target=work, name="brainpatch-stream", daemon=True)
-        thread.start()
-        try:
-            while (piece := listener.heard.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
-        finally:
-            listener.cancelled = True
-            thread.join()
-
-
-class _Pieces:
-    """A listener of another thread."""
-
-    def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-        self.cancelled = False
-
-    def piece(self, text: str) -> None:
-        """More of the answer."""
-        self.heard.put(text)
-
-
-def _generation(answer: Answer) -> Generation:
-    request = answer.request
-    return Generation(
-        text=answer.text,
-        token_ids=answer.token_ids,
-        logprobs=None if request.config.logprobs is None else answer.logprobs,
-        finish_reason=answer.finish_reason,
-        prompt_tokens=len(request.prompt_ids),
-        patches=request.patches.to_mapping(),
-        digest=request.patches.digest,
-    )
 
 
 BACKEND = TransformersBackend

@@ -168,7 +168,7 @@ def test_an_error_in_a_stream_reaches_its_reader_and_leaves_nothing(backend, mon
     def broken(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("brainpatch.backends.transformers_sampling.Answer.add", broken)
+    monkeypatch.setattr("brainpatch.backends.answers.Answer.add", broken)
     with pytest.raises(KeyboardInterrupt):
         next(backend.stream(PROMPT, config()))
     with pytest.raises(KeyboardInterrupt):
