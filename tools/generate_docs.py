@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write the pages that repeat code: docs/errors.md, docs/cli.md, docs/engines/families.md.
+"""Write the pages that repeat code: docs/errors.md, docs/cli.md, docs/engines/families.md and
+capabilities.md.
 
 `generate_docs.py` writes them; a test compares them with what this module returns.
 """
@@ -57,10 +58,43 @@ def families_page() -> str:
     return markdown_table()
 
 
+def capabilities_page() -> str:
+    """What each engine can do."""
+    from brainpatch.runtime.capabilities import ALL_FLAGS
+    from brainpatch.runtime.discovery import ENGINES, backend_class
+
+    engines = [backend_class(name).capabilities() for name in ENGINES]
+    names = [engine.name for engine in engines]
+    lines = [
+        "# What each engine can do",
+        "",
+        "<!-- made by tools/generate_docs.py from the engines' capabilities: do not edit -->",
+        "",
+        "`brainpatch backends` shows the same. What an engine lacks is refused by name, before anything is",
+        "generated. A number in brackets is a note below the table.",
+        "",
+        f"| | {' | '.join(f'[{name}]({name}.md)' for name in names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    notes: list[str] = []
+    for flag in ALL_FLAGS:
+        cells = []
+        for engine in engines:
+            cell = "yes" if engine.supports(flag) else "no"
+            if note := engine.notes.get(flag):
+                notes.append(f"{engine.name}: {note}")
+                cell += f" [{len(notes)}]"
+            cells.append(cell)
+        lines.append(f"| {flag.replace('_', ' ')} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {note}." for number, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/errors.md": errors_page,
     "docs/cli.md": cli_page,
     "docs/engines/families.md": families_page,
+    "docs/engines/capabilities.md": capabilities_page,
 }
 
 

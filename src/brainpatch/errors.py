@@ -293,6 +293,21 @@ ERRORS: dict[str, ErrorKind] = {
         "The parts given to the compiler do not make a patch.",
         "See the reason.",
     ),
+    "BP604": ErrorKind(
+        "cannot be said as a control vector",
+        "A control vector of llama.cpp adds one fixed vector after a block, at every position alike: not after block 0, not at some positions only, not by a schedule that changes.",
+        "Apply the patch with an engine (docs/engines), or make one without the part named.",
+    ),
+    "BP605": ErrorKind(
+        "conversion support is not installed",
+        "Files of llama.cpp are written with the gguf package.",
+        "pip install 'brainpatch[convert]'",
+    ),
+    "BP606": ErrorKind(
+        "conversion not known",
+        "The form to read or to write is none that is known, or cannot be told from the file and its name.",
+        "Name the forms with --from and --to; `brainpatch convert --help` lists them.",
+    ),
     # 7xx: the server
     "BP701": ErrorKind(
         "key refused",
@@ -393,7 +408,11 @@ class RegistryError(BrainPatchError, RuntimeError):
 
 
 class CompileError(BrainPatchError, RuntimeError):
-    """The parts given to the compiler do not make a patch."""
+    """The parts given to the compiler do not make a patch, or a patch cannot be said in another form."""
+
+
+class ConvertError(BrainPatchError, ValueError):
+    """No conversion between the two files is known."""
 
 
 class UnknownPatchError(BrainPatchError, KeyError):

@@ -25,7 +25,7 @@ from tests.backends.tiny_models import (
     IdTokenizer,
     tiny_model,
 )
-from tests.engines.transformers import by_hand
+from tests.engines import by_hand
 from tests.factories import make_patch
 
 SHORT = GenerationConfig(max_new_tokens=6, ignore_eos=True, logprobs=20)

@@ -306,7 +306,7 @@ def test_help_has_an_example_for_every_command(brainpatch):
     commands = [
         line.split()[0] for line in top.out.split("Commands:")[1].strip().splitlines() if line[:4].strip()
     ]
-    assert len(commands) == 13
+    assert len(commands) == 14
     for command in commands:
         shown = brainpatch(command, "--help")
         assert shown.status == 0

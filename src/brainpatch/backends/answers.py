@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from brainpatch.errors import EngineError
 from brainpatch.runtime.requests import Generation, Listener, Request
 
@@ -34,6 +32,8 @@ class Answer:
         self.error: EngineError | None = None
         """Why there is no answer."""
         self.counts: Counter[int] = Counter()
+        import numpy as np
+
         seed = request.config.seed
         self.random = np.random.default_rng(None if seed is None else seed % 2**63)
         """The row's own draws, so that its neighbours do not matter."""

@@ -25,11 +25,16 @@ def advance(answer: Answer, logits: Logits) -> None:
     if answer.done:
         return
     if not np.isfinite(logits.max()):  # NaN spreads to the maximum
-        answer.fail(_not_finite(answer.request))
+        answer.fail(not_finite(answer.request))
         return
-    config = answer.request.config
-    changed = _penalised(answer, logits)
-    token = _draw(answer, changed) if config.do_sample else int(changed.argmax())
+    request, config = answer.request, answer.request.config
+    if request.rows is not None:
+        request.rows.append(log_softmax(logits))
+    if request.forced:
+        token = request.forced[len(answer.token_ids)]
+    else:
+        changed = _penalised(answer, logits)
+        token = _draw(answer, changed) if config.do_sample else int(changed.argmax())
     if config.logprobs is not None:
         answer.logprobs.append(_likeliest(log_softmax(logits), config.logprobs, token))
     answer.add(token)
@@ -87,6 +92,7 @@ def _draw(answer: Answer, logits: Logits) -> int:
     return int(answer.random.choice(ids, p=weights / weights.sum()))
 
 
-def _not_finite(request: Request) -> EngineError:
+def not_finite(request: Request) -> EngineError:
+    """BP509 for a request."""
     strengths = ", ".join(f"{patch.name}@{patch.strength:g}" for patch in request.patches.patches)
     return EngineError("BP509", f"with {strengths or 'no patch'}, the model gives NaN or infinite logits")

@@ -13,11 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 from brainpatch.backends.answers import Answer
-from brainpatch.backends.batch_backend import BatchBackend
+from brainpatch.backends.batch_backend import BatchBackend, run_batches, shared_batches
 from brainpatch.backends.prompts import prompt_ids
 from brainpatch.backends.transformers_edits import Edits, Row
 from brainpatch.backends.transformers_loading import Loaded, load, refuse_compiled
-from brainpatch.backends.transformers_sampling import Sampler
 from brainpatch.errors import BrainPatchError, EngineError, RequestError
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.backend import Patches
@@ -202,13 +201,7 @@ class TransformersBackend(BatchBackend):
         self, requests: Sequence[Request], listeners: Sequence[Listener] | None
     ) -> list[Generation | BrainPatchError]:
         """See the base class. Nobody listens where `listeners` is None."""
-        results: dict[int, Generation | BrainPatchError] = {}
-        for batch in self._batches(requests):
-            heard = None if listeners is None else [listeners[i] for i in batch]
-            answers = self._batch([requests[i] for i in batch], heard)
-            for number, answer in zip(batch, answers, strict=True):
-                results[number] = answer.error or answer.generation()
-        return [results[number] for number in range(len(requests))]
+        return run_batches(requests, listeners, self._batches(requests), self._batch)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -221,30 +214,9 @@ class TransformersBackend(BatchBackend):
         return self._ready().context
 
     def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Which requests run together: like lengths, and only equal ones where padding is not possible."""
-        batches: list[list[int]] = []
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        for i in order:
-            last = requests[batches[-1][0]] if batches else None
-            fits = (
-                last is not None
-                and len(batches[-1]) < self.max_batch_size
-                and self._has_room([requests[j] for j in batches[-1]], requests[i])
-                and last.config.extra == requests[i].config.extra
-                and (self._ready().can_be_padded or len(last.prompt_ids) == len(requests[i].prompt_ids))
-            )
-            if fits:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-        return batches
-
-    def _has_room(self, batch: Sequence[Request], more: Request) -> bool:
-        """Whether the longest prompt and the longest answer fit into the model together: a row that is finished goes on
-        until the last one is."""
-        context, rows = self._ready().context, [*batch, more]
-        longest = max(len(row.prompt_ids) for row in rows)
-        return context is None or longest + max(row.config.max_new_tokens for row in rows) <= context
+        """Which requests run together."""
+        loaded = self._ready()
+        return shared_batches(requests, self.max_batch_size, loaded.context, padded=loaded.can_be_padded)
 
     def _batch(
         self,
@@ -257,6 +229,8 @@ class TransformersBackend(BatchBackend):
         """Generate one batch, padded on the left."""
         import torch
         import transformers
+
+        from brainpatch.backends.transformers_sampling import Sampler
 
         loaded = self._ready()
         if any(not request.patches.is_empty for request in requests):

@@ -16,6 +16,7 @@ import copy
 import queue
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from brainpatch.backends.prompts import prompt_ids
@@ -33,20 +34,21 @@ from brainpatch.backends.vllm_engine import (
 from brainpatch.backends.vllm_installed import InstalledPatches
 from brainpatch.backends.vllm_plugin import WORKER, counters
 from brainpatch.backends.vllm_requests import KEY, cache_salt, carry
-from brainpatch.backends.vllm_sampling import generation, own_salt, sampling_params
+from brainpatch.backends.vllm_sampling import generation, own_salt, sampling_params, scored
 from brainpatch.errors import BackendNotAvailable, CapabilityError, EngineError
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.backend import BrainPatchBackend, Patches
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.meaning import ResolvedSet
-from brainpatch.runtime.requests import Generation, Prompt, Request, TraceRow
+from brainpatch.runtime.requests import Generation, Prompt, Request, Scored, TraceRow
 
 
 class VLLMBackend(BrainPatchBackend):
     """vLLM, stock, with a worker class that adds to the residual stream."""
 
     name: ClassVar[str] = "vllm"
+    follows: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,6 +284,21 @@ class VLLMBackend(BrainPatchBackend):
 
     # --- text --------------------------------------------------------------------------------
 
+    def score(
+        self, requests: Sequence[Request], answers: Sequence[Sequence[int]] | None = None
+    ) -> list[Scored]:
+        """See the base class. vLLM follows nobody's answers, and the engine must be loaded with max_logprobs=-1."""
+        self._only_with_worker("score")
+        if answers is not None:
+            raise CapabilityError("BP502", "vllm does not follow an answer that is given",
+                                  "Score its own answers, and let another engine follow them.")  # fmt: skip
+        asked = [replace(one, config=replace(one.config, extra={**one.config.extra, "logprobs": -1}))
+                 for one in requests]  # fmt: skip
+        tags = [uuid.uuid4().hex for _ in asked]
+        answered: list[Scored] = self._ask_all(asked, None, tags, flat=True)
+        self._check_numbers(asked, tags, [None] * len(asked))
+        return answered
+
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
         if self._installed is not None:
             return self._installed.run(requests)
@@ -310,13 +327,14 @@ class VLLMBackend(BrainPatchBackend):
         tags: Sequence[str] | None = None,
         *,
         trace: bool = False,
-    ) -> list[Generation]:
-        """Generate requests together; `salt` replaces theirs."""
+        flat: bool = False,
+    ) -> list[Any]:
+        """Generate requests together; `salt` replaces theirs, and with `flat` the answers are `Scored`."""
         driver = self._driven()
         driver.check_thread()
         heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         ids: list[str] = []
-        answers: dict[int, Generation] = {}
+        answers: dict[int, Any] = {}
         try:
             for number, request in enumerate(requests):
                 tag = "" if tags is None else tags[number]
@@ -324,12 +342,14 @@ class VLLMBackend(BrainPatchBackend):
                 def sink(output: Any, number: int = number) -> None:
                     heard.put((number, output))
 
-                ids.append(self._submit(request, sink, "FINAL_ONLY", tag=tag, trace=trace, salt=salt))
+                ids.append(
+                    self._submit(request, sink, "FINAL_ONLY", tag=tag, trace=trace, salt=salt, flat=flat)
+                )
             while len(answers) < len(requests):
                 number, output = heard.get()
                 if _heard(output).finished:
                     one = requests[number]
-                    answers[number] = generation(output, one.config, one.patches)
+                    answers[number] = scored(output) if flat else generation(output, one.config, one.patches)
         except BaseException:
             driver.abort(ids)
             raise
@@ -344,11 +364,14 @@ class VLLMBackend(BrainPatchBackend):
         tag: str = "",
         trace: bool = False,
         salt: str | None = None,
+        flat: bool = False,
     ) -> str:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = sampling_params(request.config, max_logprobs=self._max_logprobs)
         parameters.output_kind = RequestOutputKind[kind]
+        if flat:
+            parameters.flat_logprobs, parameters.detokenize = True, False
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         own = own_salt(request.config) if salt is None else salt
         if self._installed is not None:

@@ -10,7 +10,7 @@ from brainpatch.backends.vllm_requests import KEY
 from brainpatch.errors import EngineError, RequestError
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.meaning import ResolvedSet
-from brainpatch.runtime.requests import Generation
+from brainpatch.runtime.requests import Generation, Scored
 
 CACHE_SALT = "cache_salt"
 """The one key of `GenerationConfig.extra` that is no field of SamplingParams: the caller's own salt."""
@@ -121,6 +121,21 @@ def generation(output: Any, config: GenerationConfig, patches: ResolvedSet) -> G
         cached_tokens=output.num_cached_tokens or 0,
         digest=patches.digest,
     )
+
+
+def scored(output: Any) -> Scored:
+    """From vLLM's RequestOutput with the log-probabilities of the whole vocabulary as flat lists."""
+    import numpy as np
+
+    answer = output.outputs[0]
+    flat = answer.logprobs
+    rows = []
+    for first, last in zip(flat.start_indices, flat.end_indices, strict=True):
+        tokens = np.array(flat.token_ids[first:last])
+        row = np.full(int(tokens.max()) + 1, -np.inf, dtype=np.float32)
+        row[tokens] = flat.logprobs[first:last]
+        rows.append(row)
+    return Scored([int(token) for token in answer.token_ids], np.stack(rows))
 
 
 def _plain(entry: Mapping[int, Any]) -> dict[int, float]:

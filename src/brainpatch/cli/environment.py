@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -16,11 +17,41 @@ def register(app: typer.Typer) -> None:
     app.command()(backends)
 
 
-def doctor(as_json: JSON = False) -> None:
+def doctor(
+    parity: Annotated[
+        bool,
+        typer.Option("--parity", help="Load a model on every engine, and see whether they agree."),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="For --parity: the model, a hub id or folder.")
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="For --parity: the same weights for llama.cpp, in F32.")
+    ] = None,
+    engine: Annotated[
+        list[str],
+        typer.Option("--engine", help="For --parity: an engine (more than once); all that are installed."),
+    ] = [],  # noqa: B006
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="For --parity: how many, 12 at most.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="For --parity: tokens of an answer.")] = 8,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="For --parity: a picture to write (.png, .svg, .pdf).")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
     """Say what is installed here and what is missing. Exit status 3 without any engine.
 
-    Example: brainpatch doctor
+    With --parity, compare the engines on a model; exit status 1 when they do not agree.
+
+    Example: brainpatch doctor --parity --model ./model --gguf model-f32.gguf
     """
+    if parity:
+        from brainpatch.cli.parity import compare_engines
+
+        if model is None:
+            raise typer.BadParameter("--parity needs a model", param_hint="--model")
+        agree = compare_engines(model, gguf, engine, prompts=prompts, steps=steps, plot=plot, as_json=as_json)
+        raise typer.Exit(0 if agree else 1)
     from brainpatch.runtime.discovery import environment_report
 
     report = environment_report()

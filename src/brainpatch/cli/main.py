@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from brainpatch import __version__
-from brainpatch.cli import environment, files, generate, learning, serve
+from brainpatch.cli import convert, environment, files, generate, learning, serve
 from brainpatch.cli.output import (
     note,
     say,
@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (files, generate, serve, learning, environment):
+for module in (files, convert, generate, serve, learning, environment):
     module.register(app)
 
 

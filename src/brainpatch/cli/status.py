@@ -24,6 +24,8 @@ EXIT_STATUS: dict[str, int] = {
     "BP405": WRONG_USE,
     "BP501": NOT_THERE,
     "BP507": NOT_THERE,
+    "BP605": NOT_THERE,
+    "BP606": WRONG_USE,
 }
 """Error code -> exit status, where it is not 1: the answer is no."""
 

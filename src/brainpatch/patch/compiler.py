@@ -1,4 +1,4 @@
-"""A patch from lists of numbers, in one call."""
+"""A patch from lists of numbers, in one call; and a patch as a control vector of llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 from brainpatch.errors import CompileError, PatchFormatError
 from brainpatch.patch import tensors
+from brainpatch.patch.control_vector import export_llamacpp_control_vector
 from brainpatch.patch.file import save_patch
 from brainpatch.patch.manifest import BaseModelSpec, Intervention, Manifest
 from brainpatch.patch.text import visible
+
+__all__ = ["compile_from_vectors", "export_llamacpp_control_vector"]
 
 
 def compile_from_vectors(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from brainpatch.errors import PatchExistsError, PatchFormatError, PatchLoadError, PatchWriteError
 from brainpatch.patch import archive, strict_json, tensors
@@ -171,12 +172,15 @@ def save_patch(
     return target
 
 
-def free_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Where `save_patch` would write, for those who would know before they work. Errors BP121 and BP122."""
+def free_target(path: str | os.PathLike[str], *, overwrite: bool, suffix: str = SUFFIX) -> Path:
+    """Where `save_patch` would write, for those who would know before they work. Errors BP121 and BP122.
+
+    `suffix`: that of a file of another form.
+    """
     target = Path(path)
     if not target.name:
         raise PatchWriteError("BP122", f"{visible(str(target))} does not name a file")
-    target = target.with_suffix(SUFFIX)
+    target = target.with_suffix(suffix)
     if not overwrite and os.path.lexists(target):
         raise PatchExistsError("BP121", f"{visible(str(target))} is there already")
     return target
@@ -205,18 +209,32 @@ def read_patch_file(path: str | os.PathLike[str], max_archive_bytes: int = MAX_A
     Raises PatchLoadError BP101 when it cannot be read, or is a folder, a FIFO or a device, and BP106 when it
     is too large, before it is read.
     """
+    with _regular_file(path) as (file, size):
+        if size > max_archive_bytes:
+            raise PatchLoadError(
+                "BP106",
+                f"{visible(os.fsdecode(path))} has {size} bytes; at most {max_archive_bytes} are allowed",
+            )
+        # One more, so that a file that grows meanwhile is not taken for whole.
+        return file.read(size + 1)
+
+
+def read_head(path: str | os.PathLike[str], count: int) -> bytes:
+    """The first `count` bytes of a regular file of any size. PatchLoadError BP101 as `read_patch_file`."""
+    with _regular_file(path) as (file, _):
+        return file.read(count)
+
+
+@contextlib.contextmanager
+def _regular_file(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
+    """The file, open, and its size."""
     shown = visible(os.fsdecode(path))
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise PatchLoadError("BP101", f"{shown} is not a regular file")
-            if status.st_size > max_archive_bytes:
-                raise PatchLoadError(
-                    "BP106", f"{shown} has {status.st_size} bytes; at most {max_archive_bytes} are allowed"
-                )
-            # One more, so that a file that grows meanwhile is not taken for whole.
-            return file.read(status.st_size + 1)
+            yield file, status.st_size
     except OSError as error:
         raise PatchLoadError("BP101", f"{shown}: {error.strerror}") from None
     except ValueError as error:

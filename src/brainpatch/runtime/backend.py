@@ -31,7 +31,7 @@ from brainpatch.runtime.meaning import (
     resolve_edits,
     unknown_patch,
 )
-from brainpatch.runtime.requests import Generation, Listener, Prompt, Request, TraceRow
+from brainpatch.runtime.requests import Generation, Listener, Prompt, Request, Scored, TraceRow
 
 _KNOWN_SETS = 256
 
@@ -43,6 +43,8 @@ class BrainPatchBackend(ABC):
     """An engine. Subclasses provide the abstract methods and, for text, `_encode` and `_run`."""
 
     name: ClassVar[str] = "abstract"
+    follows: ClassVar[bool] = True
+    """Whether `score` can be told which answers to follow."""
 
     def __init__(self) -> None:
         self.patches: dict[str, ActivePatch] = {}
@@ -115,6 +117,16 @@ class BrainPatchBackend(ABC):
                     listeners[number].piece(answer.text)
                 results.append(answer)
         return results
+
+    def score(
+        self, requests: Sequence[Request], answers: Sequence[Sequence[int]] | None = None
+    ) -> list[Scored]:
+        """What the model gives to every token of the vocabulary at each step of an answer.
+
+        `answers` are the tokens to follow, one answer for each request; None: the engine's own. CapabilityError where
+        the engine cannot be made to follow. Errors otherwise: those of a request.
+        """
+        raise CapabilityError("BP502", f"{self.name} does not score answers")
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """What each token reads by itself."""

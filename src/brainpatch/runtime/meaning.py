@@ -12,7 +12,6 @@ knows no engine; arrays are numpy.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -24,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from brainpatch.errors import PatchFormatError, RequestError, UnknownPatchError
 from brainpatch.patch.file import LoadedPatch
 from brainpatch.patch.schedule import StrengthSchedule
+from brainpatch.patch.strength import EPSILON as EPSILON
+from brainpatch.patch.strength import finite_strength as finite_strength
 from brainpatch.patch.text import visible
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-EPSILON = 1e-12
-"""A multiplier or coefficient below this in absolute value counts as 0."""
 
 
 class ResolvedEdit(NamedTuple):
@@ -330,19 +328,6 @@ def _scheduled(schedule: StrengthSchedule, index: NDArray[np.int64]) -> NDArray[
 
     different, back = np.unique(index, return_inverse=True)
     return np.array([schedule.strength_at(int(n)) for n in different])[back]
-
-
-def finite_strength(value: Any, where: str) -> float:
-    """`value` as a float, or RequestError (BP402) naming `where`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError("BP402", f"{where} is {type(value).__name__}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RequestError("BP402", f"{where} is not a finite number")
-    return number
 
 
 def request_schedule(value: Any, where: str) -> StrengthSchedule:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from brainpatch.runtime.config import GenerationConfig
 from brainpatch.runtime.meaning import ResolvedSet
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Prompt: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int]"
 """A string, chat messages with `role` and `content`, or token ids."""
@@ -15,11 +19,17 @@ Prompt: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int]"
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to be generated: `prompt_ids` are the model's token ids, special tokens included."""
+    """One answer to be generated: `prompt_ids` are the model's token ids, special tokens included.
+
+    For `score`: `forced` are the answer's tokens, which are not chosen then, and `rows` takes what each of
+    them was chosen from.
+    """
 
     prompt_ids: tuple[int, ...]
     config: GenerationConfig
     patches: ResolvedSet
+    forced: tuple[int, ...] = ()
+    rows: list[NDArray[np.float32]] | None = None
 
 
 @dataclass
@@ -41,6 +51,13 @@ class Generation:
     patches: dict[str, Any] = field(default_factory=dict)
     cached_tokens: int = 0
     digest: str = ""
+
+
+class Scored(NamedTuple):
+    """An answer's tokens, and the natural log-probabilities at each: float32 [tokens, vocabulary]."""
+
+    token_ids: list[int]
+    logprobs: NDArray[np.float32]
 
 
 class Listener(Protocol):

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from brainpatch.backends.transformers_backend import TransformersBackend
-from tests.factories import make_patch
-
-HIDDEN, LAYERS = 576, 30
+from tests.engines.material import MODEL_ID
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +16,7 @@ def loaded(model_folder):
     """The real SmolLM2-135M-Instruct in float32."""
     torch.set_num_threads(2)
     backend = TransformersBackend()
-    backend.load_model(str(model_folder), dtype="float32", model_id="test/model")
+    backend.load_model(str(model_folder), dtype="float32", model_id=MODEL_ID)
     backend.compatibility_mode = "unsafe"
     yield backend
     backend.unload()
@@ -44,13 +42,3 @@ def weights_digest(model):
     for name, tensor in sorted(model.state_dict().items()):
         seal.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return seal.hexdigest()
-
-
-def patch(name="p", layers=(15,), norm=40.0, seed=0, **fields):
-    """A patch for the model: one random vector a layer, of a norm that changes the text."""
-    site = fields.pop("site", "all")
-    items = [
-        {"layer": layer, "vector": f"v{layer}", "coefficient": norm / HIDDEN**0.5, "site": site}
-        for layer in layers
-    ]
-    return make_patch(items, name=name, hidden=HIDDEN, layers=LAYERS, seed=seed, **fields)

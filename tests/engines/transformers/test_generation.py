@@ -10,7 +10,8 @@ import torch
 
 from brainpatch.errors import EngineError, RequestError
 from brainpatch.runtime.config import GenerationConfig
-from tests.engines.transformers.conftest import hooks, patch
+from tests.engines.material import patch
+from tests.engines.transformers.conftest import hooks
 
 pytestmark = pytest.mark.model
 

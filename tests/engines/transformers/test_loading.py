@@ -15,7 +15,8 @@ from brainpatch.errors import EngineError, EngineStateError
 from brainpatch.patch.manifest import BaseModelSpec
 from brainpatch.runtime.config import GenerationConfig
 from tests.backends.tiny_models import IdTokenizer
-from tests.engines.transformers.conftest import hooks, patch
+from tests.engines.material import patch
+from tests.engines.transformers.conftest import hooks
 from tests.factories import make_patch
 
 
