@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from brainpatch.backends import families
 from brainpatch.backends.mlx_proof import can_be_padded, prove
-from brainpatch.backends.transformers_loading import _SNAPSHOT
+from brainpatch.backends.transformers_loading import SNAPSHOT
 from brainpatch.errors import BackendNotAvailable, EngineError
 from brainpatch.patch.compatibility import ModelDescriptor
 
@@ -52,8 +53,8 @@ def availability() -> tuple[bool, str]:
     except PackageNotFoundError:
         return False, f"mlx_lm is there, but not as an installed package: {how}"
     first, end = (".".join(map(str, bound)) for bound in SUPPORTED)
-    major, minor = (int(part) for part in found.split(".")[:2])
-    if not SUPPORTED[0] <= (major, minor) < SUPPORTED[1]:
+    parts = re.match(r"(\d+)\.(\d+)", found)
+    if parts is None or not SUPPORTED[0] <= (int(parts[1]), int(parts[2])) < SUPPORTED[1]:
         return False, f"mlx-lm {found} was never tried: pip install 'mlx-lm>={first},<{end}'"
     return True, f"mlx-lm {found}"
 
@@ -99,7 +100,7 @@ def load(
             name = str(model)
             model, own, config, folder = _read(name, revision, dtype, trust_remote_code, arguments)
             tokenizer = tokenizer or own
-            if snapshot := _SNAPSHOT.search(str(folder)):
+            if snapshot := SNAPSHOT.search(str(folder)):
                 name, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
         else:
             _refuse_object(model, tokenizer, dtype, arguments)

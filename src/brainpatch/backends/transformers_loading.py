@@ -12,7 +12,7 @@ from brainpatch.backends import families
 from brainpatch.errors import BackendNotAvailable, EngineError
 from brainpatch.patch.compatibility import ModelDescriptor
 
-_SNAPSHOT = re.compile(r"models--(.+?)--(.+?)[/\\]snapshots[/\\]([0-9a-f]{40})$")
+SNAPSHOT = re.compile(r"models--(.+?)--(.+?)[/\\]snapshots[/\\]([0-9a-f]{40})$")
 
 
 class Loaded(NamedTuple):
@@ -124,7 +124,7 @@ def _descriptor(
 ) -> ModelDescriptor:
     architectures = getattr(model.config, "architectures", None) or [type(model).__name__]
     commit = getattr(model.config, "_commit_hash", None) or revision
-    if model_id is None and (snapshot := _SNAPSHOT.search(name)):
+    if model_id is None and (snapshot := SNAPSHOT.search(name)):
         model_id, commit = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
     return ModelDescriptor(model_id or name, width, count, architectures[0], commit)
 
