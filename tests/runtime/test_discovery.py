@@ -118,3 +118,10 @@ def test_public_names_have_one_home():
     assert dir(brainpatch) == sorted(brainpatch.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         brainpatch.nothing  # noqa: B018
+
+
+def test_a_gguf_is_for_llama_cpp_unless_an_engine_is_named():
+    assert discovery.engine_of("a/model.GGUF") == "llamacpp"
+    assert discovery.engine_of("owner/repo:file.gguf", "auto") == "llamacpp"
+    assert discovery.engine_of("model.gguf", "transformers") == "transformers"
+    assert discovery.engine_of("owner/repo") == "auto"

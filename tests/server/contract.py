@@ -72,14 +72,16 @@ class Server:
                 self.process.wait()
 
 
-def start(folder: Path, model: Path, words: Sequence[str], after: Sequence[str] = ()) -> Server:
+def start(
+    folder: Path, model: Path, words: Sequence[str], after: Sequence[str] = (), *, dtype: str = "float32"
+) -> Server:
     """Start `brainpatch serve` with the patches and wait until it is healthy."""
     files = []
     for name, patch in patches().items():
         files += ["-p", str(save_patch(patch.manifest, patch.vectors, folder / f"{name}.brainpatch"))]
     port = free_port()
     command = [sys.executable, "-m", "brainpatch", "serve", "-m", str(model), "--model-id", MODEL_ID, *files]
-    command += ["--default-off", "--dtype", "float32", "--port", str(port), "--api-key", USER]
+    command += ["--default-off", "--dtype", dtype, "--port", str(port), "--api-key", USER]
     command += [
         "--served-model-name",
         "smol",

@@ -240,9 +240,9 @@ def _verdict(result: dict[str, Any]) -> list[str]:
 
 
 def _engine(model: str, backend: str, model_id: str | None) -> BrainPatchBackend:
-    from brainpatch.runtime.discovery import select_backend
+    from brainpatch.runtime.discovery import engine_of, select_backend
 
-    engine = select_backend(backend)
+    engine = select_backend(engine_of(model, backend))
     note(f"loading {model}")
     with engine_prints_to_stderr():
         engine.load_model(model, **({"model_id": model_id} if model_id else {}))

@@ -61,7 +61,7 @@ def serve(
 
     Example: brainpatch serve -m MODEL -p formal -p terse@0.5 --admin-key KEY -- --max-model-len 4096
     """
-    from brainpatch.runtime.discovery import ALIASES, available_backends
+    from brainpatch.runtime.discovery import ALIASES, available_backends, engine_of
     from brainpatch.server import launch
     from brainpatch.server.settings import Settings
 
@@ -80,6 +80,7 @@ def serve(
         note(f"warning: {warning}")
     wanted = find_patches(patch, [])
     engine = ALIASES.get(backend.lower(), backend.lower())
+    engine = engine_of(model, engine)
     if engine == "auto":
         there = {state.name for state in available_backends() if state.available}
         engine = "vllm" if "vllm" in there else "auto"

@@ -81,6 +81,11 @@ def _status(name: str) -> BackendStatus:
         return BackendStatus(name, False, f"{type(error).__name__}: {error}")
 
 
+def engine_of(model: Any, preferred: str = "auto") -> str:
+    """The engine to ask for: what is preferred, and for "auto" that of the model's kind of file, if it has one."""
+    return "llamacpp" if preferred == "auto" and str(model).lower().endswith(".gguf") else preferred
+
+
 def select_backend(preferred: str = "auto") -> BrainPatchBackend:
     """A new backend: the named engine, or for "auto" the first available one; never a substitute."""
     if preferred != "auto":

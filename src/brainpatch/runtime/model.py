@@ -11,7 +11,7 @@ from brainpatch.patch.schedule import StrengthSchedule
 from brainpatch.runtime.backend import BrainPatchBackend, Patches
 from brainpatch.runtime.capabilities import Capabilities
 from brainpatch.runtime.config import GenerationConfig
-from brainpatch.runtime.discovery import select_backend
+from brainpatch.runtime.discovery import engine_of, select_backend
 from brainpatch.runtime.requests import Generation, Prompt, TraceRow
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class BrainPatchedModel:
     ) -> BrainPatchedModel:
         """Load `model` (hub id or folder) on an engine.
 
-        `backend`: auto, transformers, vllm, ... ; `compatibility_mode`: strict, architecture or unsafe.
+        `backend`: auto (llama.cpp for a GGUF), transformers, vllm, ... ; `compatibility_mode`: strict, architecture or
+        unsafe.
         Other arguments go to the engine's `load_model`. Errors: BackendNotAvailable, EngineError.
         """
-        engine = select_backend(backend)
+        engine = select_backend(engine_of(model, backend))
         if device != "auto":
             engine_arguments["device"] = device
         engine.compatibility_mode = compatibility_mode
