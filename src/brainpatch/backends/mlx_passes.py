@@ -46,10 +46,9 @@ class Passes:
 
         lengths = self._positions
         width = max(lengths)
+        # Caches of windows take a pass of one column for an answer's token, which has no padding.
         if self._padded and width % chunk == 1:
-            width += (
-                1  # caches of windows take a pass of one column for an answer's token, which has no padding
-            )
+            width += 1
         ids = np.zeros((len(lengths), width), dtype=np.int32)
         for number, prompt in enumerate(self._prompts):
             ids[number, : len(prompt) - 1] = prompt[:-1]

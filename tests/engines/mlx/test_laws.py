@@ -104,10 +104,15 @@ def test_how_a_prompt_is_cut_changes_nothing(backend, monkeypatch, chunk):
     prompts = [backend._encode(prompt, use_chat_template=False, system=None) for prompt in PROMPTS]
     wishes = [wish, {}, wish, {"q": 1}]
     whole = scored(backend, prompts, wishes, 4)
+    traced = backend.trace(PROMPTS[0], SHORT, patches=wish)
     monkeypatch.setattr(backend, "prefill_chunk", chunk)
     for one, other in zip(scored(backend, prompts, wishes, 4), whole, strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-3)
+    rows = backend.trace(PROMPTS[0], SHORT, patches=wish)
+    assert [(row.layer, row.position, row.expected) for row in rows] == [
+        (row.layer, row.position, row.expected) for row in traced
+    ]
 
 
 def test_bfloat16_stays_bfloat16_after_every_block(narrow_folder, monkeypatch):
