@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from brainpatch.runtime.meaning import ResolvedSet
 from brainpatch.runtime.requests import TraceRow
@@ -164,7 +164,7 @@ class Edits:
 
         edited = self._edited(layer, given, stream)
         gained = edited[0].astype(mx.float32) - stream[0].astype(mx.float32)
-        norms = mx.sqrt(mx.sum(gained * gained, axis=-1)).tolist()
+        norms = cast("list[float]", mx.sqrt(mx.sum(gained * gained, axis=-1)).tolist())
         row, (start, count) = self._rows[0], self.spans[0]
         expected = [0.0] * count
         for first, last, coefficients in row.patches.segments(layer, start, count, row.prompt_length):

@@ -73,7 +73,7 @@ class Passes:
         import numpy as np
 
         self._expect([(position, 1) for position in self._positions])
-        logits = self._model(mx.array(tokens, dtype=mx.int32)[:, None], cache=self._cache)[:, -1]
+        logits = self._model(mx.array(list(tokens), dtype=mx.int32)[:, None], cache=self._cache)[:, -1]
         self._positions = [position + 1 for position in self._positions]
         self._count += 1
         if self._count % _TIDY_EVERY == 0:
