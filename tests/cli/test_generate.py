@@ -325,7 +325,7 @@ def test_doctor_and_backends(brainpatch, monkeypatch):
     assert "per_request_strength" in shown
     assert "one set of patches for all requests" in " ".join(shown.split())
     assert json.loads(brainpatch("backends", "--json").out)[0]["backend"] == "transformers"
-    monkeypatch.setattr(discovery, "ENGINES", {"mlx": "brainpatch.backends.mlx_backend"})
+    monkeypatch.setattr(discovery, "ENGINES", {"mlx": "brainpatch.backends.not_written"})
     none = brainpatch("doctor")
     assert none.status == 3
     assert "no engine is available" in none.out

@@ -16,7 +16,6 @@ from brainpatch.backends.mlx_edits import Edits, Row
 from brainpatch.backends.mlx_loading import Loaded, availability, compute, load
 from brainpatch.backends.mlx_passes import CHUNK, Passes
 from brainpatch.backends.prompts import prompt_ids
-from brainpatch.backends.sampling import advance
 from brainpatch.errors import BackendNotAvailable, BrainPatchError, RequestError
 from brainpatch.patch.compatibility import ModelDescriptor
 from brainpatch.runtime.capabilities import Capabilities
@@ -198,6 +197,8 @@ class MLXBackend(BatchBackend):
     ) -> tuple[list[Answer], Edits]:
         """One batch, in the engine's thread."""
         import mlx.core as mx
+
+        from brainpatch.backends.sampling import advance
 
         def decode(ids: Sequence[int]) -> str:  # of this model, whatever is loaded meanwhile
             text = loaded.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
