@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 class Interrupted(BaseException):
     """Ctrl-C. Not a KeyboardInterrupt, since there are libraries that swallow one: vLLM does while it starts."""
 
+    came = False
+
 
 def main() -> None:
     """Run the command line. An interruption ends it quietly at any point, also while modules are imported."""
@@ -25,12 +27,15 @@ def main() -> None:
     except (KeyboardInterrupt, Interrupted):
         print("interrupted", file=sys.stderr)
         status = 130
+    if Interrupted.came and status != 0:  # out of a library's import it may come as another error
+        status = 130
     # A second interruption, while Python ends, would show a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(status)
 
 
 def _interrupt(*_: Any) -> NoReturn:
+    Interrupted.came = True
     raise Interrupted
 
 
